@@ -1,0 +1,54 @@
+"""halfstep: mixed-precision training for PyTorch that can be trusted.
+
+Names load when they are first used, so that the parts that need no torch never import it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from halfstep.errors import HalfstepError
+    from halfstep.events import StepReport
+    from halfstep.hardware import Hardware
+    from halfstep.policy import LossScale, Policy, auto_policy
+    from halfstep.region import Region
+    from halfstep.stepper import Stepper
+    from halfstep.workload import Workload
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "HalfstepError": "errors",
+    "Hardware": "hardware",
+    "LossScale": "policy",
+    "Policy": "policy",
+    "Region": "region",
+    "StepReport": "events",
+    "Stepper": "stepper",
+    "Workload": "workload",
+    "auto_policy": "policy",
+}
+
+__all__ = [
+    "HalfstepError",
+    "Hardware",
+    "LossScale",
+    "Policy",
+    "Region",
+    "StepReport",
+    "Stepper",
+    "Workload",
+    "auto_policy",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'halfstep' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"halfstep.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,19 @@
+"""The one error that halfstep raises for a caller's mistake."""
+
+from __future__ import annotations
+
+
+class HalfstepError(ValueError):
+    """A call that cannot work: what was passed, why it cannot work, what to do instead.
+
+    ``str(error)`` is one line, so that the command can print it as it stands and exit with status 2.
+    Mistakes of our own are ``assert``; this class is for those of a caller or of a machine.
+    """
+
+    def __init__(self, what: str, why: str, fix: str) -> None:
+        self.what, self.why, self.fix = what, why, fix
+        super().__init__(" ".join(f"{what}: {why}. {fix}".split()))
+
+    def __reduce__(self) -> tuple[type[HalfstepError], tuple[str, str, str]]:
+        # BaseException pickles by its args, which hold the joined text alone.
+        return type(self), (self.what, self.why, self.fix)
