@@ -35,7 +35,7 @@ class StepReport:
         num_replays: int = 0,
         nonfinite_share: float | None = None,
     ) -> None:
-        """``read`` gives (loss, grad_norm, scale, 1.0 if skipped else 0.0); ``explain(loss, norm)`` says why skipped."""
+        """``read`` gives (loss, grad_norm, scale, 1.0 if skipped else 0.0), ``explain(loss, norm)`` why skipped."""
         self.step, self.num_replays = step, num_replays
         self._read, self._explain = read, explain
         self._values: tuple[float, float, float, float] | None = None
@@ -86,17 +86,16 @@ class StepReport:
 
 @dataclass(frozen=True)
 class Overflow:
-    """One micro-batch whose gradient was not finite.
+    """One micro-batch whose gradient was not finite, and which runs again.
 
-    step: the window it belongs to. micro_batch: its place in the window, from 0. scale: the loss scale it ran with.
-    parameters: names of the parameters whose gradient was not finite. replayed: whether it runs again.
+    step: the window it belongs to. micro_batch: its place in the window, from 0. scale: the loss scale that it runs
+    with next. parameters: names of the parameters whose gradient was not finite and is computed again.
     """
 
     step: int
     micro_batch: int
     scale: float
     parameters: tuple[str, ...]
-    replayed: bool
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

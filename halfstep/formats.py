@@ -43,12 +43,12 @@ class Format:
     @property
     def eps(self) -> float:
         """Distance from 1 to the next larger number."""
-        return 2.0**-self.mantissa_bits
+        return math.ldexp(1.0, -self.mantissa_bits)
 
     @property
     def tiny(self) -> float:
         """Smallest normal number. Below it a value loses bits, it does not vanish yet."""
-        return 2.0 ** (2 - 2 ** (self.exponent_bits - 1))
+        return math.ldexp(1.0, 2 - 2 ** (self.exponent_bits - 1))
 
     @property
     def smallest_subnormal(self) -> float:
@@ -59,7 +59,9 @@ class Format:
     def max(self) -> float:
         """Largest finite number."""
         bias = 2 ** (self.exponent_bits - 1) - 1
-        return 2.0**bias * (2 - self.eps) if self.has_inf else 2.0 ** (bias + 1) * (2 - 2 * self.eps)
+        if not self.has_inf:
+            return math.ldexp(2 - 2 * self.eps, bias + 1)
+        return math.ldexp(2 - self.eps, bias)
 
     @property
     def dtype(self) -> torch.dtype:

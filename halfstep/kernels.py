@@ -1,0 +1,52 @@
+"""Python kernels laid over torch's own on one dispatch key, in place only while somebody uses them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class Kernels:
+    """A set of kernels on one dispatch key. The first user puts them in place, the last one takes them out.
+
+    key:  dispatch key, such as ``CPU`` or ``AutocastCUDA``.
+    fill: called with this object when the first user comes, to :meth:`add` the kernels.
+    """
+
+    def __init__(self, key: str, fill: Callable[[Kernels], None]) -> None:
+        self.key = key
+        self._fill = fill
+        self._names: set[str] = set()
+        self._num_users = 0
+        self._library: torch.library.Library | None = None
+
+    def acquire(self) -> None:
+        """Begin to use the kernels; every call needs its :meth:`release`."""
+        self._num_users += 1
+        if self._library is None:
+            self._library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+            self._fill(self)
+
+    def release(self) -> None:
+        """End one use. After the last one torch's own kernels are back."""
+        self._num_users -= 1
+        if self._num_users == 0 and self._library is not None:
+            self._library._destroy()  # type: ignore[no-untyped-call]
+            self._library = None
+            self._names.clear()
+
+    def add(self, name: str, kernel: Callable[..., Any]) -> None:
+        """Lay ``kernel(keyset, *args, **kwargs)`` over the overload ``aten::name``; a name already there stays."""
+        assert self._library is not None, "kernels are added by a user"
+        if name in self._names:
+            return
+        with warnings.catch_warnings():
+            # torch says once that a kernel is overridden, which is the purpose.
+            warnings.simplefilter("ignore")
+            self._library.impl(  # type: ignore[no-untyped-call]
+                name.removeprefix("aten::"), kernel, self.key, with_keyset=True, allow_override=True
+            )
+        self._names.add(name)

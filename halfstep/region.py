@@ -1,0 +1,287 @@
+"""Region: the autocast region that a Policy opens around a model's forward pass.
+
+    with region:                     # training: autocast, op rules, module rules, TF32 switches, cpu16 where needed
+        loss = loss_fn(model(x), y)
+    with region.backward():          # what the backward pass needs: cpu16, and the rules for a checkpoint's
+    recomputation
+        loss.backward()
+    with region.inference():         # evaluation: no gradients, no loss scale
+        logits = model(x)
+
+A weight is cast to 16 bit once a region, by autocast's cache. :meth:`Region.hold` keeps that cache over several
+regions, so that a window of N micro-batches casts once instead of N times; it costs 2 bytes for each parameter that
+meets a 16-bit operation, alive until :meth:`Region.release`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from halfstep import cpu16, oplist
+from halfstep.errors import HalfstepError
+from halfstep.events import RunInfo
+from halfstep.formats import FORMATS, SIXTEEN_BIT
+from halfstep.hardware import Hardware, detect
+from halfstep.policy import Policy, resolve
+
+_open: Region | None = None
+"""The innermost region that is open or running backward; module rules act for it alone. See ``oplist.active``."""
+
+
+class Region:
+    """The forward context of one model under one policy, on the device where the model lives.
+
+    Raises HalfstepError when the device cannot do what the policy asks for, or when a rule matches nothing.
+    """
+
+    def __init__(self, model: nn.Module, policy: str | Policy = "auto", hardware: Hardware | None = None) -> None:
+        self.model = model
+        self.device = device_of(model)
+        self.hardware = detect(str(self.device)) if hardware is None else hardware
+        requested = Policy.parse(policy)
+        self.policy, reason = resolve(requested, self.hardware)
+        self.info = RunInfo(
+            str(requested), str(self.policy), reason, self.hardware.name, {"torch": str(torch.__version__)}
+        )
+        self._is_low = self.policy.compute in SIXTEEN_BIT
+        self._dtype = FORMATS[self.policy.compute].dtype
+        self._entered: list[tuple[Any, ...]] = []
+        self._casts = _HeldCasts()
+        weakref.finalize(self, self._casts.drop)
+        oplist.check_rules(self.policy.ops)
+        self._op_rules = {name: FORMATS[format].dtype for name, format in self.policy.ops}
+        self._op_rules_if_low = self._op_rules if self.policy.formats & SIXTEEN_BIT else None
+        self._needs_cpu16 = bool(self.policy.formats & self.hardware.emulated)
+        users = [oplist.kernels(self.device.type)] if self._op_rules_if_low is not None else []
+        if self._needs_cpu16:
+            users.append(cpu16.kernels)
+        for kernels in users:
+            kernels.acquire()
+            weakref.finalize(self, kernels.release)
+        oplist.add_rules(self.device.type, self._op_rules)
+        # The rules hold a token and not this region, so that a model does not keep its regions alive.
+        self._token = object()
+        self._rules = attach_rules(model, self.policy.modules, self.device.type, self._token)
+        weakref.finalize(self, _remove_all, self._rules)
+
+    # Opening and closing. Each saved state is one tuple, and closing restores exactly what opening found.
+
+    def __enter__(self) -> Self:
+        self._entered.append(self._begin())
+        kind = self.device.type
+        self._entered.append(_set_autocast(kind, self._is_low, self._dtype, cache=True))
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        _restore_autocast(self.device.type, self._entered.pop())
+        self._finish(self._entered.pop())
+
+    @contextlib.contextmanager
+    def backward(self) -> Iterator[None]:
+        """What a backward pass of this region needs while it runs: its rules for recomputation, and cpu16."""
+        saved = self._begin()
+        try:
+            yield
+        finally:
+            self._finish(saved)
+
+    @contextlib.contextmanager
+    def inference(self) -> Iterator[None]:
+        """The same formats without gradients, for evaluation: under ``torch.inference_mode``, without a loss scale.
+
+        Inside a window that holds its casts it leaves that cache alone, since a cast made here has no gradient.
+        """
+        with torch.inference_mode():
+            saved = self._begin()
+            autocast = _set_autocast(self.device.type, self._is_low, self._dtype, cache=not self._casts.kept)
+            try:
+                yield
+            finally:
+                _restore_autocast(self.device.type, autocast)
+                self._finish(saved)
+
+    def _begin(self) -> tuple[Any, ...]:
+        global _open
+        tf32 = _set_tf32(self.policy.uses_tf32) if self.device.type == "cuda" else None
+        saved = (_open, oplist.active, cpu16.active, tf32)
+        _open, oplist.active = self, self._op_rules_if_low
+        cpu16.active = self._needs_cpu16
+        return saved
+
+    def _finish(self, saved: tuple[Any, ...]) -> None:
+        global _open
+        _open, oplist.active, cpu16.active, tf32 = saved
+        if tf32 is not None:
+            _restore_tf32(tf32)
+
+    # The cast weights of a window.
+
+    def hold(self) -> None:
+        """Keep the cast weights over this and the coming regions, until :meth:`release`. To be called before each one.
+
+        Casts of weights that were changed in place since the last call are dropped; autocast would go on using them.
+        """
+        if self._is_low:
+            self._casts.keep(sum(parameter._version for parameter in self.model.parameters()))
+
+    def release(self) -> None:
+        """Drop what :meth:`hold` kept. Releasing twice is harmless."""
+        self._casts.drop()
+
+    def promote(self, module: str) -> None:
+        """Keep ``module`` in fp32 from now on: one more module rule, as ``policy.with_module`` says it."""
+        self.policy = self.policy.with_module(module, "fp32")
+        self._rules += attach_rules(self.model, ((module, "fp32"),), self.device.type, self._token)
+        reason = f"{self.info.reason}; {module} was promoted to fp32 during the run"
+        self.info = replace(self.info, effective=str(self.policy), reason=reason)
+
+
+class _HeldCasts:
+    """Autocast's cache of cast weights, kept by counting as one more region that is open."""
+
+    def __init__(self) -> None:
+        self.kept = False
+        self._version = 0
+
+    def keep(self, version: int) -> None:
+        if not self.kept:
+            torch.autocast_increment_nesting()
+        elif version != self._version:
+            torch.clear_autocast_cache()
+        self.kept, self._version = True, version
+
+    def drop(self) -> None:
+        if self.kept:
+            self.kept = False
+            if torch.autocast_decrement_nesting() == 0:
+                torch.clear_autocast_cache()
+
+
+class ModuleRule:
+    """One module whose forward runs in a format of its own while its region is open."""
+
+    def __init__(self, module: nn.Module, format: str, device_type: str, token: object) -> None:
+        self.module, self.format = module, format
+        self._wrapped: Any = module.__dict__.get("forward")
+        # A bound method, so that a deep copy of the model binds to the copy.
+        module.forward = types.MethodType(_ruled(self._wrapped, format, device_type, token), module)
+        self._ours = module.forward
+
+    def remove(self) -> None:
+        """Put back the forward that was there, unless somebody has wrapped it again since."""
+        if self.module.__dict__.get("forward") is self._ours:
+            if self._wrapped is None:
+                del self.module.forward
+            else:
+                self.module.forward = self._wrapped
+
+
+def _ruled(wrapped: Any, format: str, device_type: str, token: object) -> Callable[..., Any]:
+    is_low, dtype = format in SIXTEEN_BIT, FORMATS[format].dtype
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        floats = tensor.is_floating_point() and tensor.dtype != torch.float64
+        return tensor.to(dtype) if floats and tensor.device.type == device_type else tensor
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        inner = type(self).forward.__get__(self) if wrapped is None else wrapped
+        if _open is None or _open._token is not token:
+            return inner(*args, **kwargs)
+        if not is_low:
+            # An fp32 module has to see fp32; a 16-bit one casts at its operations, as autocast does.
+            args, kwargs = tree_map_only(torch.Tensor, cast, (args, kwargs))
+        with torch.autocast(device_type, dtype=dtype if is_low else None, enabled=is_low):
+            return inner(*args, **kwargs)
+
+    return forward
+
+
+def _remove_all(rules: list[ModuleRule]) -> None:
+    for rule in reversed(rules):
+        rule.remove()
+
+
+def attach_rules(
+    model: nn.Module, rules: tuple[tuple[str, str], ...], device_type: str, token: object
+) -> list[ModuleRule]:
+    """Put module rules in place.
+
+    Of two rules for one module the later one decides; one that matches nothing is refused.
+    """
+    names = [name for name, _ in model.named_modules() if name]
+    for pattern, _ in rules:
+        if not fnmatch.filter(names, pattern):
+            raise HalfstepError(
+                f"module rule {pattern!r}",
+                "no module of the model has a name that it matches",
+                f"Names are those of model.named_modules(), such as {', '.join(names[:6]) or 'none, it has no parts'}.",
+            )
+    attached = []
+    for name, module in model.named_modules():
+        formats = [format for pattern, format in rules if name and fnmatch.fnmatchcase(name, pattern)]
+        if formats:
+            attached.append(ModuleRule(module, formats[-1], device_type, token))
+    return attached
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """The one device of a model's parameters and buffers, the CPU for a model without any."""
+    devices = {tensor.device for tensors in (model.parameters(), model.buffers()) for tensor in tensors}
+    if len(devices) > 1:
+        raise HalfstepError(
+            f"a model on {', '.join(sorted(map(str, devices)))}",
+            "one region serves one device",
+            "Move the model to one device, or make a Region for each part.",
+        )
+    return devices.pop() if devices else torch.device("cpu")
+
+
+def _set_autocast(device_type: str, enabled: bool, dtype: torch.dtype, cache: bool) -> tuple[Any, ...]:
+    """What ``torch.autocast.__enter__`` does, without building an object for every micro-batch."""
+    saved = (
+        torch.is_autocast_enabled(device_type),
+        torch.get_autocast_dtype(device_type),
+        torch.is_autocast_cache_enabled(),
+    )
+    torch.set_autocast_enabled(device_type, enabled)
+    if enabled:
+        torch.set_autocast_dtype(device_type, dtype)
+    torch.set_autocast_cache_enabled(cache)
+    torch.autocast_increment_nesting()
+    return saved
+
+
+def _restore_autocast(device_type: str, saved: tuple[Any, ...]) -> None:
+    if torch.autocast_decrement_nesting() == 0:
+        torch.clear_autocast_cache()
+    torch.set_autocast_enabled(device_type, saved[0])
+    torch.set_autocast_dtype(device_type, saved[1])
+    torch.set_autocast_cache_enabled(saved[2])
+
+
+def _set_tf32(allowed: bool) -> tuple[bool, bool]:
+    cuda, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    try:
+        saved = (cuda.allow_tf32, cudnn.allow_tf32)
+    except RuntimeError:
+        raise HalfstepError(
+            "TF32 switches that torch cannot read",
+            "allow_tf32 and fp32_precision were both used and disagree",
+            "Use one of the two, and set it alike for matmul and cudnn.",
+        ) from None
+    cuda.allow_tf32 = cudnn.allow_tf32 = allowed
+    return saved
+
+
+def _restore_tf32(saved: tuple[bool, bool]) -> None:
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = saved

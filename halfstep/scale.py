@@ -1,0 +1,112 @@
+"""The loss scale: none, static or dynamic, three classes with the same verbs.
+
+Its numbers live on the device, so that a step can use and update them without a read. Why scale at all: a gradient
+below half of fp16's smallest subnormal, 3e-8, becomes zero; multiplied by 2^16 it is a normal number, and since every
+factor is a power of two, dividing it out again in fp32 is exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from halfstep.errors import HalfstepError
+from halfstep.policy import LossScale
+
+
+class NoScale:
+    """No scaling: the value is 1 and stays so. bf16 and fp32 have the range that fp16 lacks."""
+
+    kind = "none"
+
+    def __init__(self, settings: LossScale, device: torch.device) -> None:
+        self.settings = settings
+        self.value = torch.full((), settings.init if settings.kind != "none" else 1.0, device=device)
+
+    def update(self, found: torch.Tensor) -> None:
+        """Take in the verdict of a window: ``found`` is 1.0 if its gradient was not finite, else 0.0."""
+
+    def back_off(self) -> float | None:
+        """Lower the scale at once and return the factor; None when there is nothing left to lower."""
+        return None
+
+    def is_exhausted(self) -> bool:
+        """Whether an overflow now would be one that no lower scale can mend. Reads from the device."""
+        return False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that :meth:`load_state_dict` needs, as plain numbers. Reads from the device."""
+        return {"kind": self.kind, "value": self.value.item()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from ``state``; one of another kind is refused."""
+        if state.get("kind") != self.kind:
+            raise HalfstepError(
+                f"the state of a {state.get('kind')} loss scale",
+                f"this run has scale={self.kind}",
+                "Resume with the policy that wrote it, or leave the state out to start the scale afresh.",
+            )
+        self.value.fill_(state["value"])
+
+
+class StaticScale(NoScale):
+    """A scale that stays where it was set. An overflow skips the step and changes nothing."""
+
+    kind = "static"
+
+
+class DynamicScale(NoScale):
+    """A scale that halves on an overflow and doubles after ``interval`` clean steps, between a floor and a ceiling.
+
+    ``hysteresis`` overflows in a row lower it; a clean step in between starts the count anew. Lowering never goes below
+    the floor, so the scale is never 0; that the floor itself overflows is for the caller to see (:meth:`is_exhausted`).
+    """
+
+    kind = "dynamic"
+
+    def __init__(self, settings: LossScale, device: torch.device) -> None:
+        super().__init__(settings, device)
+        self._num_clean = torch.zeros((), dtype=torch.int32, device=device)
+        self._num_overflows = torch.zeros((), device=device)
+
+    def update(self, found: torch.Tensor) -> None:
+        s = self.settings
+        lower = found
+        if s.hysteresis > 1:
+            self._num_overflows.add_(found).mul_(found)
+            lower = (self._num_overflows >= s.hysteresis).float()
+            # A tolerated overflow is no clean step: -1 here becomes 0 below.
+            self._num_clean.masked_fill_(found.bool(), -1)
+        torch._amp_update_scale_(self.value, self._num_clean, lower, s.growth, s.backoff, s.interval)
+        self.value.clamp_(s.floor, s.ceiling)
+
+    def back_off(self) -> float | None:
+        before = self.value.item()
+        after = max(before * self.settings.backoff, self.settings.floor)
+        if after == before:
+            return None
+        self.value.fill_(after)
+        self._num_clean.zero_()
+        return after / before
+
+    def is_exhausted(self) -> bool:
+        return bool(self.value.item() <= self.settings.floor)
+
+    def state_dict(self) -> dict[str, Any]:
+        counts = {"num_clean": self._num_clean.item(), "num_overflows": self._num_overflows.item()}
+        return super().state_dict() | counts
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._num_clean.fill_(state["num_clean"])
+        self._num_overflows.fill_(state["num_overflows"])
+        # The run that wrote the state may have had other bounds.
+        self.value.clamp_(self.settings.floor, self.settings.ceiling)
+
+
+def make_scale(settings: LossScale, device: torch.device) -> NoScale:
+    """The loss scale that ``settings`` describe, with its numbers on ``device``."""
+    kinds = {scale.kind: scale for scale in (NoScale, StaticScale, DynamicScale)}
+    return kinds[settings.kind](settings, device)

@@ -1,0 +1,508 @@
+"""The step: accumulate, unscale, clip, step, update, in that order and in one place.
+
+    for each micro-batch        region: forward and loss        backward of loss x scale, into fp32 gradients
+    at the window's end         verdict: is the global gradient norm finite
+                                one factor = clip / (scale x count); the optimizer moves the weights
+                                scale.update(verdict); a StepReport to the sinks
+
+The true gradient of a window is the sum over its micro-batches divided by its true count, which is known only at its
+end; the division costs nothing, since it goes into the one factor. With an optimizer that takes ``grad_scale`` and
+``found_inf`` tensors (torch's fused ones) that factor goes into its kernel: no pass over the gradients but the one for
+their norm, and nothing is read back to the host.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from halfstep.errors import HalfstepError
+from halfstep.events import Overflow, RunInfo, StepReport
+from halfstep.hardware import Hardware
+from halfstep.policy import Policy
+from halfstep.record import Producer, find_producer
+from halfstep.region import Region
+from halfstep.scale import make_scale
+from halfstep.snapshot import RandomState, RunningStatistics
+
+Loss = torch.Tensor | tuple[torch.Tensor, "int | float | torch.Tensor"]
+"""What a closure returns: a mean (each micro-batch counts alike), or (sum, count) of tokens or samples."""
+
+_CHECK_EVERY = 64
+"""Windows between two looks at a scale whose verdicts stay on the device: is it exhausted?"""
+
+
+@dataclass
+class _Window:
+    """What the micro-batches so far add up to. Their gradients are in ``.grad``, as a sum scaled by scale / unit."""
+
+    num_micro_batches: int = 0
+    loss_sum: torch.Tensor | None = None
+    count: torch.Tensor | float = 0.0
+    num_replays: int = 0
+    nonfinite_share: float | None = None
+    norm: torch.Tensor | None = None
+    """Norm of the scaled gradient, where a replay's verdict has taken it already."""
+
+
+class Stepper:
+    """Mixed-precision training steps for one model and one optimizer.
+
+    model:      its trainable parameters are fp32; the policy's region casts them where it computes in 16 bit.
+    optimizer:  any torch optimizer over parameters of ``model``. The stepper calls ``step`` and clears gradients.
+    policy:     text or Policy; ``auto`` picks by the device and says why in ``stepper.info``.
+    accumulate: number of micro-batches in a window, which is one optimizer step.
+    max_norm:   clips the true gradient's global 2-norm to it.
+    scheduler:  its ``step()`` is called after each applied step, and only then.
+    on_applied: called with the StepReport after each applied step, and only then (an EMA belongs here).
+    sinks:      called with every StepReport, and with an Overflow each time a micro-batch is about to run again.
+    keep_casts: keep the 16-bit copies of the weights over a whole window instead of casting them in each micro-batch;
+                2 bytes for each parameter that meets a 16-bit operation, between micro-batches too.
+
+    A scheduler, an ``on_applied`` hook, BatchNorm statistics and an optimizer without ``found_inf`` need the verdict on
+    the host, one read a window; replay needs it once a micro-batch.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        policy: str | Policy = "auto",
+        *,
+        accumulate: int = 1,
+        max_norm: float | None = None,
+        scheduler: Any = None,
+        on_applied: Callable[[StepReport], None] | None = None,
+        sinks: Sequence[Callable[[StepReport | Overflow], None]] = (),
+        keep_casts: bool = True,
+        hardware: Hardware | None = None,
+    ) -> None:
+        if accumulate < 1 or accumulate != int(accumulate):
+            raise HalfstepError(f"accumulate={accumulate}", "a window holds whole micro-batches", "Use 1, 2, 3, ...")
+        if max_norm is not None and not 0 < max_norm < math.inf:
+            raise HalfstepError(
+                f"max_norm={max_norm}", "a norm is clipped to a positive number", "Use None to not clip."
+            )
+        _check_parameters(model, optimizer)
+        self.model, self.optimizer = model, optimizer
+        self.accumulate, self.max_norm = accumulate, max_norm
+        self.scheduler, self.on_applied, self.sinks = scheduler, on_applied, tuple(sinks)
+        self.region = Region(model, policy, hardware)
+        self.scale = make_scale(self.policy.scale, self.region.device)
+        self.num_steps = 0
+        self._keeps_casts = keep_casts and accumulate > 1
+        self._statistics = RunningStatistics(model)
+        self._replay_statistics = RunningStatistics(model)
+        self._random_state = RandomState(self.region.device)
+        self._can_replay = self.policy.on_overflow == "replay" and self.policy.scale.kind == "dynamic"
+        self._unit: float | None = None
+        self._window = _Window()
+
+    @property
+    def policy(self) -> Policy:
+        """The policy in effect, promotions included."""
+        return self.region.policy
+
+    @property
+    def info(self) -> RunInfo:
+        """The policy asked for, the one in effect, why they differ, and the device."""
+        return self.region.info
+
+    # A micro-batch.
+
+    def step(self, closure: Callable[[], Loss]) -> StepReport | None:
+        """One micro-batch: ``closure`` runs the forward pass and returns the loss, or (sum, count).
+
+        Returns None inside a window and the StepReport at its end. Under a policy that replays, ``closure`` runs again
+        with the same random state when its gradient overflowed, so it has to use a batch that was drawn before the
+        call.
+        """
+        if self._can_replay:
+            self._begin_micro_batch()
+            loss, count = self._replay_until_finite(closure)
+        else:
+            with self.forward():
+                loss, count = self._read_loss(closure())
+            self._run_backward(loss)
+        return self._end_micro_batch(loss, count, closure)
+
+    def forward(self) -> Region:
+        """The region for a forward pass, where a loop cannot pass a closure; :meth:`backward` takes its loss."""
+        self._begin_micro_batch()
+        return self.region
+
+    def backward(self, loss: Loss) -> StepReport | None:
+        """The second half of a micro-batch that began with ``with stepper.forward():``.
+
+        As :meth:`step`, without replay.
+        """
+        loss, count = self._read_loss(loss)
+        self._run_backward(loss)
+        return self._end_micro_batch(loss, count, None)
+
+    def flush(self) -> StepReport | None:
+        """End a window that is shorter than ``accumulate``, weighted by what it holds. None if it holds nothing."""
+        return self._end_window(None) if self._window.num_micro_batches else None
+
+    def inference(self) -> AbstractContextManager[None]:
+        """The policy's formats for evaluation: no gradients, no loss scale; see :meth:`Region.inference`."""
+        return self.region.inference()
+
+    def _begin_micro_batch(self) -> None:
+        if self._window.num_micro_batches == 0:
+            self._statistics.save()
+        if self._keeps_casts:
+            self.region.hold()
+
+    def _read_loss(self, result: Loss) -> tuple[torch.Tensor, float | torch.Tensor]:
+        """The loss to differentiate and its count; the unit of scaled sums is fixed by the first count."""
+        loss, count = result if isinstance(result, tuple) and len(result) == 2 else (result, 1.0)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise HalfstepError(
+                f"a loss that is {what}", "backward starts from one number", "Return a mean or (sum, count)."
+            )
+        if not loss.requires_grad:
+            raise HalfstepError(
+                "a loss without a gradient",
+                "it depends on no trainable parameter, or was computed under no_grad or detached",
+                "Return the loss as the model's output gives it; for evaluation use stepper.inference().",
+            )
+        if self._unit is None:
+            # A sum over thousands of tokens would meet fp16 thousands of times larger than a mean. The nearest power of
+            # two to the first count brings it back and rounds nothing; the true count is in the factor at the end.
+            usual = float(count) if isinstance(result, tuple) and self.scale.kind != "none" else 1.0
+            self._unit = 2.0 ** round(math.log2(usual)) if usual > 0 else 1.0
+        return loss.reshape(()), count
+
+    def _run_backward(self, loss: torch.Tensor) -> None:
+        """Backward of loss x scale / unit: the factor is where the gradient starts, which costs no operation."""
+        start = _over(self.scale.value, self._unit or 1.0)
+        if loss.dtype in (torch.float16, torch.bfloat16):
+            loss = loss.float()  # 2^16 is beyond fp16
+        with self.region.backward():
+            loss.backward(start.to(loss.dtype))  # type: ignore[no-untyped-call]
+
+    def _end_micro_batch(
+        self, loss: torch.Tensor, count: float | torch.Tensor, closure: Callable[[], Loss] | None
+    ) -> StepReport | None:
+        window = self._window
+        window.num_micro_batches += 1
+        loss = loss.detach().float()
+        window.loss_sum = loss if window.loss_sum is None else window.loss_sum + loss
+        window.count = window.count + count
+        return self._end_window(closure) if window.num_micro_batches == self.accumulate else None
+
+    # Replay.
+
+    def _replay_until_finite(self, closure: Callable[[], Loss]) -> tuple[torch.Tensor, float | torch.Tensor]:
+        """Run one micro-batch, and again at a lower scale while its gradient overflows.
+
+        Parameters whose gradient was finite keep it, rescaled; only the others take the replayed one. The sums of
+        finished micro-batches wait aside meanwhile, which is the one extra gradient of memory.
+        """
+        window = self._window
+        self._random_state.save()
+        self._replay_statistics.save()
+        sums = self._take_gradients()
+        is_first = not sums
+        missing: set[torch.Tensor] | None = None
+        try:
+            while True:
+                with self.region:
+                    loss, count = self._read_loss(closure())
+                self._run_backward(loss)
+                gradients = {p: g for p, g in self._take_gradients().items() if missing is None or p in missing}
+                norms, norm = _norms(gradients.values())
+                loss_value, norm_value = torch.stack([loss.detach().float(), norm]).tolist()
+                if math.isfinite(norm_value):
+                    window.norm = norm if is_first and missing is None else None
+                    break
+                bad = [p for p, n in zip(gradients, norms, strict=True) if not math.isfinite(n)]
+                window.nonfinite_share = _nonfinite_share(gradients.values())
+                factor = 1.0
+                if math.isfinite(loss_value):
+                    factor = self.scale.back_off() or self._promote_or_stop(closure, bad)
+                elif self.scale.is_exhausted():
+                    factor = self._promote_or_stop(closure, bad)
+                else:
+                    # The fault is in the forward pass, which no scale mends. What is not finite stays in the sums, so
+                    # that the window's end skips and lowers the scale, step by step until it is exhausted.
+                    break
+                self._report_overflow(bad)
+                window.num_replays += 1
+                missing = set(bad)
+                _add(sums, {p: g for p, g in gradients.items() if p not in missing})
+                torch._foreach_mul_(list(sums.values()), factor)
+                self._random_state.restore()
+                self._replay_statistics.restore()
+            _add(sums, gradients)
+        finally:
+            for parameter, gradient in sums.items():
+                parameter.grad = gradient
+        return loss, count
+
+    def _promote_or_stop(self, closure: Callable[[], Loss] | None, bad: Sequence[torch.Tensor]) -> float:
+        """The scale is exhausted: find who made the first non-finite value, and do what the policy says.
+
+        Returns the factor 1.0 when a module was promoted to fp32 and the micro-batch can run again; raises otherwise.
+        """
+        producer = self._find_producer(closure) if closure is not None else None
+        promotes = self.policy.on_exhausted == "promote" and producer is not None and producer.is_module
+        if promotes and producer is not None and (producer.module, "fp32") not in self.policy.modules:
+            self.region.promote(producer.module)
+            return 1.0
+        names = _names(self.model, bad)
+        self._clear_window()
+        who = f"; {producer}" if producer else ""
+        cure = f"{producer.module}=fp32" if producer and producer.is_module else f"{names[0].rpartition('.')[0]}=fp32"
+        raise HalfstepError(
+            f"the loss scale at its floor of {self.policy.scale.floor:g}, step {self.num_steps + 1}",
+            f"the gradient of {_and_more(names)} is still not finite{who}",
+            f"Keep that module in fp32 (policy '{self.policy} module:{cure}'), or use bf16 where the device has it. "
+            "The weights are those of the last applied step.",
+        )
+
+    def _find_producer(self, closure: Callable[[], Loss]) -> Producer | None:
+        """Run the micro-batch once more, watched.
+
+        It leaves no gradient, and random state and statistics as it found.
+        """
+
+        def forward() -> torch.Tensor:
+            with self.region:
+                return self._read_loss(closure())[0]
+
+        if self._can_replay:
+            self._random_state.restore()
+            self._replay_statistics.restore()
+        try:
+            return find_producer(self.model, forward, self._run_backward)
+        finally:
+            self._take_gradients()
+
+    def _report_overflow(self, bad: Sequence[torch.Tensor]) -> None:
+        if self.sinks:
+            scale = self.scale.value.item()
+            names = tuple(_names(self.model, bad))
+            overflow = Overflow(self.num_steps + 1, self._window.num_micro_batches, scale, names)
+            for sink in self.sinks:
+                sink(overflow)
+
+    def _take_gradients(self) -> dict[torch.Tensor, torch.Tensor]:
+        """Move every gradient out of ``.grad``."""
+        taken = {}
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    taken[parameter] = parameter.grad
+                    parameter.grad = None
+        return taken
+
+    # The window's end.
+
+    @torch.no_grad()
+    def _end_window(self, closure: Callable[[], Loss] | None) -> StepReport:
+        window = self._window
+        gradients = {p: p.grad for g in self.optimizer.param_groups for p in g["params"] if p.grad is not None}
+        if not gradients or window.loss_sum is None:
+            raise HalfstepError(
+                "a window without gradients",
+                "no parameter of the optimizer got one",
+                "Build the optimizer over the parameters that the loss depends on.",
+            )
+        self.region.release()
+        self.num_steps += 1
+
+        # Unscale: the gradients are sums of loss x scale / unit, the true one is their mean over the window's count.
+        norm = _norms(gradients.values())[1] if window.norm is None else window.norm
+        divisor = window.count / (self._unit or 1.0)
+        if self.scale.kind != "none":
+            divisor = self.scale.value * divisor
+        norm = _over(norm, divisor)
+        found = (norm - norm).ne(0).float()  # 0 - 0 for a number, but inf - inf and NaN - NaN are NaN, and so 1
+        # Clip, with the formula of torch.nn.utils.clip_grad_norm_. It divides, since that rounds once.
+        if self.max_norm is not None:
+            divisor = ((norm + 1e-6) / self.max_norm).clamp_(min=1.0) * divisor
+        numbers = torch.stack([_over(window.loss_sum, window.count), norm, self.scale.value, found])
+        # Step.
+        applied = self._apply(list(gradients.values()), divisor, found)
+        report = StepReport(self.num_steps, numbers.tolist, self._why, window.num_replays, window.nonfinite_share)
+        bad: list[torch.Tensor] = []
+        if applied is False:
+            self._statistics.restore()
+            bad = [p for p, g in gradients.items() if not math.isfinite(torch.linalg.vector_norm(g).item())]
+            if report.nonfinite_share is None:
+                report.nonfinite_share_if_skipped = _nonfinite_share(gradients.values())
+        # Update. In a replay an exhausted scale is noticed where it happens, in the micro-batch.
+        is_exhausted = applied is False and not self._can_replay and self.scale.is_exhausted()
+        self.scale.update(found)
+        self._clear_window()
+        if applied:
+            if self.scheduler is not None:
+                self.scheduler.step()
+            if self.on_applied is not None:
+                self.on_applied(report)
+        for sink in self.sinks:
+            sink(report)
+        if is_exhausted:
+            with torch.enable_grad():
+                self._promote_or_stop(closure, bad)
+        return report
+
+    def _apply(self, gradients: list[torch.Tensor], divisor: torch.Tensor | float, found: torch.Tensor) -> bool | None:
+        """Divide the gradients and let the optimizer step, unless ``found``.
+
+        None: it is decided on the device, unread.
+        """
+        is_one = isinstance(divisor, float) and divisor == 1.0
+        if _takes_found_inf(self.optimizer):
+            self.optimizer.grad_scale = None if is_one else torch.as_tensor(divisor, device=found.device)  # type: ignore[attr-defined]
+            self.optimizer.found_inf = found  # type: ignore[attr-defined]
+            try:
+                self.optimizer.step()
+            finally:
+                del self.optimizer.grad_scale, self.optimizer.found_inf  # type: ignore[attr-defined]
+            return found.item() == 0.0 if self._needs_verdict() else None
+        if found.item() != 0.0:
+            return False
+        if not is_one:
+            torch._foreach_div_(gradients, divisor)
+        self.optimizer.step()
+        return True
+
+    def _needs_verdict(self) -> bool:
+        looks_at_scale = self.scale.kind == "dynamic" and self.num_steps % _CHECK_EVERY == 0
+        gates = self.scheduler is not None or self.on_applied is not None
+        return gates or looks_at_scale or bool(self._statistics) or self._window.nonfinite_share is not None
+
+    def _why(self, loss: float, norm: float) -> str:
+        if not math.isfinite(loss):
+            return f"the loss is {loss}: a fault of the forward pass or the data, which no loss scale mends"
+        return f"the gradient norm is {norm}"
+
+    def _clear_window(self) -> None:
+        self._take_gradients()
+        self._window = _Window()
+
+    # State.
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the loop, in the middle of a window too: counters, scale, and the gradients summed so far.
+
+        The model, the optimizer and the scheduler keep their own. Loading it gives the same next step to the bit.
+        """
+        window = self._window
+        names = {parameter: name for name, parameter in self.model.named_parameters()}
+        return {
+            "policy": str(self.policy),
+            "num_steps": self.num_steps,
+            "unit": self._unit,
+            "scale": self.scale.state_dict(),
+            "window": {
+                "num_micro_batches": window.num_micro_batches,
+                "loss_sum": window.loss_sum,
+                "count": window.count,
+                "num_replays": window.num_replays,
+                "nonfinite_share": window.nonfinite_share,
+                "gradients": {
+                    names[p]: p.grad.clone()
+                    for group in self.optimizer.param_groups
+                    for p in group["params"]
+                    if window.num_micro_batches and p.grad is not None
+                },
+            },
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from ``state``. A loss scale of another kind, or gradients of other parameters, are refused."""
+        try:
+            window = dict(state["window"])
+            gradients = window.pop("gradients")
+            numbers = {name: state[name] for name in ("num_steps", "unit", "scale")}
+        except (KeyError, TypeError):
+            raise HalfstepError(
+                "a state without the keys of Stepper.state_dict()",
+                "it was written by something else",
+                "Pass what stepper.state_dict() returned, loaded with torch.load.",
+            ) from None
+        parameters = dict(self.model.named_parameters())
+        for name, gradient in gradients.items():
+            if name not in parameters or parameters[name].shape != gradient.shape:
+                raise HalfstepError(
+                    f"a saved gradient {name!r} of shape {tuple(gradient.shape)}",
+                    "the model has no parameter of this name and shape",
+                    "Load the state into the model that it was saved with.",
+                )
+        self.scale.load_state_dict(numbers["scale"])
+        self.num_steps, self._unit = numbers["num_steps"], numbers["unit"]
+        self.region.release()
+        self._clear_window()
+        self._window = _Window(**window)
+        for name, gradient in gradients.items():
+            parameters[name].grad = gradient.to(parameters[name].device, copy=True)
+
+
+def _check_parameters(model: nn.Module, optimizer: Optimizer) -> None:
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            shape = f"shape {tuple(parameter.shape)}"
+            if id(parameter) not in names:
+                raise HalfstepError(
+                    f"an optimizer with a parameter of {shape}",
+                    "the model does not have it: the optimizer was built before the model was changed",
+                    "Change the model first, then build the optimizer over model.parameters().",
+                )
+            if parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16):
+                raise HalfstepError(
+                    f"parameter {names[id(parameter)]} ({shape}) in {str(parameter.dtype).removeprefix('torch.')}",
+                    "a trainable weight in 16 bit loses every update under half its last place",
+                    "Call model.float() before building the optimizer; the policy computes in 16 bit all the same.",
+                )
+
+
+def _takes_found_inf(optimizer: Optimizer) -> bool:
+    """Whether ``step`` takes ``grad_scale`` and ``found_inf`` tensors, as torch's fused optimizers do."""
+    supports = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+    return supports and all(group.get("fused") for group in optimizer.param_groups)
+
+
+def _norms(gradients: Iterable[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+    """The 2-norm of each gradient and of all together, on the device."""
+    norms = torch._foreach_norm(list(gradients))
+    return norms, torch.linalg.vector_norm(torch.stack(norms))
+
+
+def _nonfinite_share(gradients: Iterable[torch.Tensor]) -> float:
+    gradients = list(gradients)
+    num_bad = sum(int((~torch.isfinite(gradient)).sum()) for gradient in gradients)
+    return num_bad / sum(gradient.numel() for gradient in gradients)
+
+
+def _add(sums: dict[torch.Tensor, torch.Tensor], gradients: dict[torch.Tensor, torch.Tensor]) -> None:
+    """Add each gradient to the sum of its parameter, in place; a parameter's first one becomes the sum."""
+    both = [p for p in gradients if p in sums]
+    if both:
+        torch._foreach_add_([sums[p] for p in both], [gradients[p] for p in both])
+    sums.update({p: g for p, g in gradients.items() if p not in sums})
+
+
+def _over(value: torch.Tensor, divisor: torch.Tensor | float) -> torch.Tensor:
+    return value if isinstance(divisor, float) and divisor == 1.0 else value / divisor
+
+
+def _names(model: nn.Module, parameters: Iterable[torch.Tensor]) -> list[str]:
+    wanted = {id(parameter) for parameter in parameters}
+    return [name for name, parameter in model.named_parameters() if id(parameter) in wanted]
+
+
+def _and_more(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
