@@ -1,4 +1,4 @@
-"""The one error that halfstep raises for a caller's mistake."""
+"""The error that halfstep raises for a caller's mistake, and the one that ends a run whose loss scale is exhausted."""
 
 from __future__ import annotations
 
@@ -17,3 +17,10 @@ class HalfstepError(ValueError):
     def __reduce__(self) -> tuple[type[HalfstepError], tuple[str, str, str]]:
         # BaseException pickles by its args, which hold the joined text alone.
         return type(self), (self.what, self.why, self.fix)
+
+
+class ScaleExhausted(HalfstepError):
+    """A gradient overflowed at the floor of the loss scale: fp16 cannot train this model as the policy stands.
+
+    It names the module and parameters at fault. The weights and states are those of the last applied step.
+    """

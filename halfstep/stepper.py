@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from halfstep.errors import HalfstepError
+from halfstep.errors import HalfstepError, ScaleExhausted
 from halfstep.events import Overflow, RunInfo, StepReport
 from halfstep.hardware import Hardware
 from halfstep.policy import Policy
@@ -263,7 +263,7 @@ class Stepper:
         self._clear_window()
         who = f"; {producer}" if producer else ""
         cure = f"{producer.module}=fp32" if producer and producer.is_module else f"{names[0].rpartition('.')[0]}=fp32"
-        raise HalfstepError(
+        raise ScaleExhausted(
             f"the loss scale at its floor of {self.policy.scale.floor:g}, step {self.num_steps + 1}",
             f"the gradient of {_and_more(names)} is still not finite{who}",
             f"Keep that module in fp32 (policy '{self.policy} module:{cure}'), or use bf16 where the device has it. "
