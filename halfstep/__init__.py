@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from halfstep.errors import HalfstepError
+    from halfstep.errors import HalfstepError, ScaleExhausted
     from halfstep.events import StepReport
     from halfstep.hardware import Hardware
     from halfstep.policy import LossScale, Policy, auto_policy
@@ -25,6 +25,7 @@ _HOME = {
     "LossScale": "policy",
     "Policy": "policy",
     "Region": "region",
+    "ScaleExhausted": "errors",
     "StepReport": "events",
     "Stepper": "stepper",
     "Workload": "workload",
@@ -37,6 +38,7 @@ __all__ = [
     "LossScale",
     "Policy",
     "Region",
+    "ScaleExhausted",
     "StepReport",
     "Stepper",
     "Workload",

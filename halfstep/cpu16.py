@@ -45,14 +45,18 @@ _OPS = {
 @functools.cache
 def _kernel(name: str, num_low: int) -> Callable[..., Any]:
     own = torch.library.get_kernel(f"aten::{name}", "CPU").call_boxed
+    is_attention = "attention" in name
 
     def product(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         dtype = None
         if active:
             for value in args:
                 if isinstance(value, torch.Tensor):
-                    dtype = value.dtype
-                    break
+                    if dtype is None:
+                        dtype = value.dtype
+                    elif dtype != value.dtype and not is_attention:
+                        # torch refuses to mix formats, here as on a GPU. Attention has a logsumexp in fp32.
+                        return own(keyset, *args, **kwargs)
         if dtype not in _HALF:
             return own(keyset, *args, **kwargs)
         wide = [_widen(value) for value in args]

@@ -75,15 +75,18 @@ class Format:
     def fits(self, value: float) -> bool:
         """Whether ``value`` rounds to a finite number of this format, and to zero only if it is zero.
 
-        Rounding is to nearest, ties to even: up to half a step beyond ``max`` still rounds down to it, and exactly
-        half the smallest subnormal rounds to zero.
+        Rounding is to nearest, ties to even: less than half a step beyond ``max`` still rounds down to it, and exactly
+        half the smallest subnormal rounds to zero. Exactly half a step beyond ``max`` is too large, except in e4m3,
+        whose largest number is even.
         """
         if value == 0.0:
             return True
         if not math.isfinite(value):
             return False
-        half_step_at_max = self.max * self.eps / (2 - self.eps) / 2 if self.has_inf else 16.0
-        return self.smallest_subnormal / 2 < abs(value) < self.max + half_step_at_max
+        half_step_at_max = math.ldexp(self.eps, math.frexp(self.max)[1] - 2)
+        limit = self.max + half_step_at_max
+        is_low_enough = abs(value) < limit or (abs(value) == limit and not self.has_inf)
+        return is_low_enough and abs(value) > self.smallest_subnormal / 2
 
 
 FORMATS: dict[str, Format] = {

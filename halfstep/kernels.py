@@ -25,18 +25,27 @@ class Kernels:
 
     def acquire(self) -> None:
         """Begin to use the kernels; every call needs its :meth:`release`."""
-        self._num_users += 1
         if self._library is None:
             self._library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-            self._fill(self)
+            try:
+                self._fill(self)
+            except BaseException:
+                self._take_out()
+                raise
+        self._num_users += 1
 
     def release(self) -> None:
         """End one use. After the last one torch's own kernels are back."""
+        assert self._num_users > 0, "a release without its acquire"
         self._num_users -= 1
-        if self._num_users == 0 and self._library is not None:
-            self._library._destroy()  # type: ignore[no-untyped-call]
-            self._library = None
-            self._names.clear()
+        if self._num_users == 0:
+            self._take_out()
+
+    def _take_out(self) -> None:
+        assert self._library is not None
+        self._library._destroy()  # type: ignore[no-untyped-call]
+        self._library = None
+        self._names.clear()
 
     def add(self, name: str, kernel: Callable[..., Any]) -> None:
         """Lay ``kernel(keyset, *args, **kwargs)`` over the overload ``aten::name``; a name already there stays."""

@@ -88,7 +88,7 @@ def check_rules(rules: Iterable[tuple[str, str]]) -> None:
 def _overloads(base: str) -> list[str]:
     """The functional overloads of an aten operation."""
     packet = getattr(torch.ops.aten, base, None)
-    if packet is None:
+    if not isinstance(packet, torch._ops.OpOverloadPacket):
         return []
     names = [f"aten::{base}" + ("" if name == "default" else f".{name}") for name in packet.overloads()]
     return [name for name in names if not any(r.alias_info for r in overload(name)._schema.returns)]

@@ -17,7 +17,7 @@ import difflib
 import math
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,8 @@ PRESETS = {"default": 2.0**16, "conservative": 2.0**8}
 
 
 def _is_power_of_two(value: float) -> bool:
-    return math.isfinite(value) and value > 0 and math.frexp(value)[0] == 0.5
+    fp32 = FORMATS["fp32"]
+    return fp32.tiny <= value <= fp32.max and math.frexp(value)[0] == 0.5
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class LossScale:
             if not _is_power_of_two(getattr(self, name)):
                 raise HalfstepError(
                     f"scale.{name}={getattr(self, name):g}",
-                    "a loss scale moves in powers of two, so that scaling a gradient never rounds it",
+                    "a loss scale is a power of two that fp32 holds, so that scaling a gradient never rounds it",
                     "Use a positive power of two such as 0.5, 1, 2 or 65536.",
                 )
         for name, good in (
@@ -92,7 +93,8 @@ class Policy:
     compute:      format of matrix products and convolutions: ``auto``, ``fp32``, ``tf32``, ``bf16`` or ``fp16``.
     modules:      rules (pattern of a module's qualified name, format); a rule covers the module and all inside it, the
                   innermost matching module decides, and of two rules for one module the later one.
-    ops:          rules (name of an aten operation such as ``softmax``, format), stronger than torch's own lists.
+    ops:          rules (name of an aten operation such as ``softmax``, format), stronger than torch's own lists. They
+                  act where the region computes in 16 bit, so not inside a module that a rule keeps in fp32.
     master:       layout of the weights that the optimizer moves; ``fp32`` is autocast's way.
     tf32:         whether products that stay in fp32 may use TF32 tensor cores. Off, since a rule that says fp32 means
     it.
@@ -114,7 +116,9 @@ class Policy:
 
     def __post_init__(self) -> None:
         _choose("compute format", self.compute, COMPUTE)
-        for kind, rules in (("module", self.modules), ("op", self.ops)):
+        for kind in ("module", "op"):
+            rules = _settled(getattr(self, f"{kind}s"))
+            object.__setattr__(self, f"{kind}s", rules)
             for name, format in rules:
                 _choose(f"format of {kind}:{name}", format, RULE_FORMATS)
                 if not name or re.search(r"[\s,=]", name):
@@ -135,6 +139,13 @@ class Policy:
                 f"scale.hysteresis={self.scale.hysteresis} with on_overflow=replay",
                 "a replay has to lower the scale at once, or it would overflow again",
                 "Add on_overflow=skip, or leave hysteresis at 1.",
+            )
+        low_ops = [f"op:{name}={format}" for name, format in self.ops if format in SIXTEEN_BIT]
+        if self.compute in ("fp32", "tf32") and low_ops and not SIXTEEN_BIT & {format for _, format in self.modules}:
+            raise HalfstepError(
+                f"{self.compute} {' '.join(low_ops)}",
+                "an op rule acts where a region computes in 16 bit, which is nowhere",
+                "Compute in bf16 or fp16 and keep other operations or modules in fp32, or give a module 16 bit.",
             )
 
     @property
@@ -180,6 +191,12 @@ class Policy:
                 settings["scale"]["kind"] = value
             elif key.startswith("scale."):
                 settings["scale"][key[6:]] = value
+            elif key in ("compute", "modules", "ops"):
+                raise HalfstepError(
+                    f"policy {text!r}",
+                    f"{key} is not set like this",
+                    "Write the compute format first, a rule as module:NAME=fp32 or op:NAME=fp32.",
+                )
             else:
                 settings[key] = value
         return cls._build(settings)
@@ -245,8 +262,7 @@ class Policy:
             lines.append("tf32 = true")
         for table, rules in (("modules", self.modules), ("ops", self.ops)):
             if rules:
-                # TOML has one value a key, and of two rules for one name the later one decides.
-                lines += ["", f"[{table}]", *(f'"{name}" = "{format}"' for name, format in dict(rules).items())]
+                lines += ["", f"[{table}]", *(f'{_quoted(name)} = "{format}"' for name, format in rules)]
         if changed := _changed(self.scale, plain.scale):
             lines += ["", "[scale]"]
             lines += [f'kind = "{value}"' if name == "kind" else f"{name} = {_text(value)}" for name, value in changed]
@@ -272,6 +288,8 @@ def auto_policy(hardware: Hardware | None = None) -> tuple[Policy, str]:
         return Policy(
             "fp16"
         ), f"{hardware.name} has fp16 tensor cores but no bf16; a dynamic loss scale guards its range"
+    if "fp16" in hardware.native:
+        return Policy("fp32"), f"{hardware.name} computes fp16 but no bf16, and fp16 is chosen on tensor cores alone"
     return Policy("fp32"), f"{hardware.name} has no 16-bit matrix instructions, so 16 bit would gain nothing"
 
 
@@ -283,10 +301,6 @@ def resolve(policy: str | Policy, hardware: Hardware) -> tuple[Policy, str]:
     """
     policy = Policy.parse(policy)
     reason = "as asked for"
-    if policy.compute == "auto":
-        chosen, reason = auto_policy(hardware)
-        explicit = policy.scale if policy.scale != default_scale("auto") else chosen.scale
-        policy = replace(policy, compute=chosen.compute, scale=explicit)
     able = hardware.native | hardware.emulated | {"fp32"}
     for format in sorted(policy.formats - able):
         choices = [name for name in ("bf16", "fp16", "tf32", "fp32") if name in able]
@@ -295,6 +309,10 @@ def resolve(policy: str | Policy, hardware: Hardware) -> tuple[Policy, str]:
             f"{hardware.name} cannot compute {format} ({hardware.why.get(format, 'unknown')})",
             f"Use {', '.join(choices)}, or auto.",
         )
+    if policy.compute == "auto":
+        chosen, reason = auto_policy(hardware)
+        scale = policy.scale if policy.scale.kind != "none" else replace(policy.scale, kind=chosen.scale.kind)
+        policy = replace(policy, compute=chosen.compute, scale=scale)
     if emulated := sorted(policy.formats & hardware.emulated):
         reason += f"; {', '.join(emulated)} through cpu16, since {hardware.name} has no such matrix instructions"
     if policy.compute == "fp16" and policy.scale.kind == "none":
@@ -302,10 +320,19 @@ def resolve(policy: str | Policy, hardware: Hardware) -> tuple[Policy, str]:
     return policy, reason
 
 
+def _settled(rules: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
+    """The rules without those that a later one for the same name overrides."""
+    settled: dict[str, str] = {}
+    for name, format in rules:
+        settled.pop(name, None)
+        settled[name] = format
+    return tuple(settled.items())
+
+
 def _choose(what: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         hint = f"Use one of {', '.join(choices)}."
-        if value in FORMATS and value not in SIXTEEN_BIT:
+        if str(value) in FORMATS and value not in SIXTEEN_BIT:
             hint = f"{value} is a format that no region computes in. {hint}"
         raise HalfstepError(f"{what} {value!r}", "not a value that it can take", hint)
 
@@ -336,8 +363,8 @@ def _scale(plain: LossScale, settings: Mapping[str, Any]) -> LossScale:
             given |= {"kind": str(value)} if preset is None else {"kind": "dynamic", "init": preset}
         elif name in types:
             try:
-                given[name] = int(value) if types[name] == "int" else float(value)
-            except (TypeError, ValueError):
+                given[name] = int(str(value)) if types[name] == "int" else float(str(value))
+            except ValueError:
                 raise HalfstepError(f"scale.{name}={value}", "it is a number", "Write one, such as 2048.") from None
         else:
             raise HalfstepError(f"policy setting 'scale.{name}'", "no such setting", f"Known: {', '.join(types)}.")
@@ -346,6 +373,10 @@ def _scale(plain: LossScale, settings: Mapping[str, Any]) -> LossScale:
 
 def _changed(scale: LossScale, plain: LossScale) -> list[tuple[str, Any]]:
     return [(f.name, getattr(scale, f.name)) for f in fields(scale) if getattr(scale, f.name) != getattr(plain, f.name)]
+
+
+def _quoted(name: str) -> str:
+    return '"' + name.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
 def _text(value: object) -> str:

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 LOSS = "the loss function"
+BATCH = "the batch"
 
 
 @dataclass(frozen=True)
@@ -28,19 +29,20 @@ class Producer:
 
     @property
     def is_module(self) -> bool:
-        """Whether it can be named in a policy; a loss function and a model's own forward cannot."""
-        return self.module not in ("", LOSS)
+        """Whether it can be named in a policy; a batch, a loss function and a model's own forward cannot."""
+        return self.module not in ("", LOSS, BATCH)
 
     def __str__(self) -> str:
         return f"{self.module or 'the outermost module'} makes it ({self.kind}) in the {self.phase} pass"
 
 
-class _Trace:
-    """What one module saw: kinds of non-finite values in its outputs, and in the gradients of outputs and inputs."""
+class _Call:
+    """One call of a module: kinds of non-finite values in inputs and output, and in the gradients of both."""
 
-    def __init__(self) -> None:
-        self.output: str | None = None
+    def __init__(self, module: str, parent: _Call | None) -> None:
+        self.module, self.parent = module, parent
         self.input: str | None = None
+        self.output: str | None = None
         self.grad_output: str | None = None
         self.grad_input: str | None = None
 
@@ -53,21 +55,42 @@ def find_producer(
     None when every value was finite this time. The gradients that the pass leaves in ``.grad`` are the caller's to
     drop.
     """
-    traces: dict[str, _Trace] = {}
-    finished: list[str] = []
+    started: list[_Call] = []
+    running: list[_Call] = []
+    finished: list[_Call] = []
     handles: list[Any] = []
 
+    def look(tensor: torch.Tensor, call: _Call, field: str) -> None:
+        def at_gradient(gradient: torch.Tensor) -> None:
+            setattr(call, field, getattr(call, field) or _kind(gradient))
+
+        handles.append(tensor.register_hook(at_gradient))
+
     def watch(name: str, module: nn.Module) -> None:
-        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-            trace = traces[name] = _Trace()
-            trace.input = _kind((args, kwargs))
-            _on_gradient((args, kwargs), trace, "grad_input")
+        def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            call = _Call(name, running[-1] if running else None)
+            started.append(call)
+            running.append(call)
+            call.input = _kind((args, kwargs))
+
+            def alias(tensor: torch.Tensor) -> torch.Tensor:
+                # A tensor of this call's own: the gradient of the one passed in sums over all who use it.
+                if not _takes_gradient(tensor):
+                    return tensor
+                tensor = tensor.view_as(tensor)
+                look(tensor, call, "grad_input")
+                return tensor
+
+            return tree_map_only(torch.Tensor, alias, (args, kwargs))
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
-            trace = traces[name]
-            trace.output = _kind(output)
-            _on_gradient(output, trace, "grad_output")
-            finished.append(name)
+            call = running.pop()
+            while call.module != name:  # one that raised was never finished
+                call = running.pop()
+            call.output = _kind(output)
+            for tensor in filter(_takes_gradient, _floats(output)):
+                look(tensor, call, "grad_output")
+            finished.append(call)
 
         handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
         handles.append(module.register_forward_hook(after))
@@ -79,41 +102,41 @@ def find_producer(
         # While the loss is finite, an infinity on the way was meant, as in an attention mask.
         if loss_kind := _kind(loss):
             # Modules finish in order of execution, children before their parents.
-            for name in finished:
-                if (kind := traces[name].output) and not traces[name].input:
-                    return Producer(name, "forward", kind)
-            return Producer(LOSS, "forward", loss_kind)
+            for call in finished:
+                if call.output and not call.input:
+                    return Producer(call.module, "forward", call.output)
+            return Producer(BATCH if started and started[0].input else LOSS, "forward", loss_kind)
         backward(loss)
     finally:
         for handle in handles:
             handle.remove()
-    return _backward_producer(model, traces, finished)
+    return _backward_producer(model, finished)
 
 
-def _backward_producer(model: nn.Module, traces: dict[str, _Trace], finished: list[str]) -> Producer | None:
+def _backward_producer(model: nn.Module, finished: list[_Call]) -> Producer | None:
     modules = dict(model.named_modules())
     made: dict[str, str] = {}
-    for name in reversed(finished):
-        trace = traces[name]
-        weights = _kind([p.grad for p in modules[name].parameters(recurse=False) if p.grad is not None])
-        if not trace.grad_output and (kind := trace.grad_input or weights):
-            made[name] = kind
+    carried: list[_Call] = []
+    for call in reversed(finished):
+        weights = _kind([p.grad for p in modules[call.module].parameters(recurse=False) if p.grad is not None])
+        if call.grad_output:
+            carried.append(call)
+        elif kind := call.grad_input or weights:
+            made[call.module] = kind
     for name, kind in made.items():
         # A container that has the fault inside names it by the part that made it.
         if not any(other.startswith(f"{name}." if name else "") for other in made if other != name):
             return Producer(name, "backward", kind)
-    if finished and traces[finished[-1]].grad_output:
-        return Producer(LOSS, "backward", traces[finished[-1]].grad_output or "")
+    for call in carried:
+        # No part made what this one got: its container did, between its parts, or else the loss function.
+        if call.parent is None or not call.parent.grad_output:
+            name = LOSS if call.parent is None else call.parent.module
+            return Producer(name, "backward", call.grad_output or "")
     return None
 
 
-def _on_gradient(values: Any, trace: _Trace, field: str) -> None:
-    def look(gradient: torch.Tensor) -> None:
-        setattr(trace, field, getattr(trace, field) or _kind(gradient))
-
-    for tensor in _floats(values):
-        if tensor.requires_grad:
-            tensor.register_hook(look)  # type: ignore[no-untyped-call]
+def _takes_gradient(tensor: torch.Tensor) -> bool:
+    return tensor.requires_grad and torch.is_grad_enabled()
 
 
 def _kind(values: Any) -> str | None:

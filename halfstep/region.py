@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import itertools
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -34,6 +35,7 @@ from halfstep.formats import FORMATS, SIXTEEN_BIT
 from halfstep.hardware import Hardware, detect
 from halfstep.policy import Policy, resolve
 
+_tokens = itertools.count()
 _open: Region | None = None
 """The innermost region that is open or running backward; module rules act for it alone. See ``oplist.active``."""
 
@@ -68,9 +70,11 @@ class Region:
         for kernels in users:
             kernels.acquire()
             weakref.finalize(self, kernels.release)
-        oplist.add_rules(self.device.type, self._op_rules)
-        # The rules hold a token and not this region, so that a model does not keep its regions alive.
-        self._token = object()
+        if self._op_rules_if_low is not None:
+            oplist.add_rules(self.device.type, self._op_rules)
+        # The rules hold a token and not this region, so that a model does not keep its regions alive. It is a number,
+        # since torch.compile guards on values.
+        self._token = next(_tokens)
         self._rules = attach_rules(model, self.policy.modules, self.device.type, self._token)
         weakref.finalize(self, _remove_all, self._rules)
 
@@ -79,11 +83,11 @@ class Region:
     def __enter__(self) -> Self:
         self._entered.append(self._begin())
         kind = self.device.type
-        self._entered.append(_set_autocast(kind, self._is_low, self._dtype, cache=True))
+        self._entered.append(_set_autocast(kind, self._is_low, self._dtype, True, self._casts.kept))
         return self
 
     def __exit__(self, *exception: object) -> None:
-        _restore_autocast(self.device.type, self._entered.pop())
+        _restore_autocast(self.device.type, self._entered.pop(), self._casts.kept)
         self._finish(self._entered.pop())
 
     @contextlib.contextmanager
@@ -103,11 +107,12 @@ class Region:
         """
         with torch.inference_mode():
             saved = self._begin()
-            autocast = _set_autocast(self.device.type, self._is_low, self._dtype, cache=not self._casts.kept)
+            held = self._casts.kept
+            autocast = _set_autocast(self.device.type, self._is_low, self._dtype, not held, held)
             try:
                 yield
             finally:
-                _restore_autocast(self.device.type, autocast)
+                _restore_autocast(self.device.type, autocast, self._casts.kept)
                 self._finish(saved)
 
     def _begin(self) -> tuple[Any, ...]:
@@ -154,9 +159,8 @@ class _HeldCasts:
         self._version = 0
 
     def keep(self, version: int) -> None:
-        if not self.kept:
-            torch.autocast_increment_nesting()
-        elif version != self._version:
+        stale = version != self._version if self.kept else torch.autocast_increment_nesting() > 1
+        if stale:
             torch.clear_autocast_cache()
         self.kept, self._version = True, version
 
@@ -168,42 +172,63 @@ class _HeldCasts:
 
 
 class ModuleRule:
-    """One module whose forward runs in a format of its own while its region is open."""
+    """A module whose forward runs in a format of its own while the region with ``token`` is open.
 
-    def __init__(self, module: nn.Module, format: str, device_type: str, token: object) -> None:
-        self.module, self.format = module, format
-        self._wrapped: Any = module.__dict__.get("forward")
-        # A bound method, so that a deep copy of the model binds to the copy.
-        module.forward = types.MethodType(_ruled(self._wrapped, format, device_type, token), module)
-        self._ours = module.forward
+    One wrapper serves the rules of every region, so that regions come and go in any order. It is a bound method, so
+    that a deep copy of the model binds to the copy.
+    """
+
+    def __init__(self, module: nn.Module, format: str, device_type: str, token: int) -> None:
+        self.module, self._token = module, token
+        forward = module.__dict__.get("forward")
+        method = getattr(forward, "halfstep_method", None)
+        # The forward of a copy, or one that somebody has wrapped with functools.wraps, only looks like ours.
+        if method is None or method() is not forward:
+            forward = module.forward = types.MethodType(_ruled(module, forward, device_type), module)
+            forward.__func__.halfstep_method = weakref.ref(forward)  # type: ignore[attr-defined]
+        self._forward: Any = forward
+        self._forward.rules[token] = (format in SIXTEEN_BIT, FORMATS[format].dtype)
 
     def remove(self) -> None:
-        """Put back the forward that was there, unless somebody has wrapped it again since."""
-        if self.module.__dict__.get("forward") is self._ours:
-            if self._wrapped is None:
+        """Take the rule back, and with the last one the wrapper, unless somebody has wrapped it again since."""
+        self._forward.rules.pop(self._token, None)
+        if not self._forward.rules and self.module.__dict__.get("forward") is self._forward:
+            if self._forward.wrapped is None:
                 del self.module.forward
             else:
-                self.module.forward = self._wrapped
+                self.module.forward = self._forward.wrapped
 
 
-def _ruled(wrapped: Any, format: str, device_type: str, token: object) -> Callable[..., Any]:
-    is_low, dtype = format in SIXTEEN_BIT, FORMATS[format].dtype
-
-    def cast(tensor: torch.Tensor) -> torch.Tensor:
-        floats = tensor.is_floating_point() and tensor.dtype != torch.float64
-        return tensor.to(dtype) if floats and tensor.device.type == device_type else tensor
+def _ruled(module: nn.Module, wrapped: Any, device_type: str) -> Callable[..., Any]:
+    """A forward around ``wrapped``, the one of the instance if it has its own, that looks up who is open."""
+    rules: dict[int, tuple[bool, torch.dtype]] = {}
+    is_bound = isinstance(wrapped, types.MethodType) and wrapped.__self__ is module
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        inner = type(self).forward.__get__(self) if wrapped is None else wrapped
-        if _open is None or _open._token is not token:
+        if wrapped is None:
+            inner = type(self).forward.__get__(self)
+        else:
+            inner = wrapped.__func__.__get__(self) if is_bound else wrapped
+        rule = None if _open is None else rules.get(_open._token)
+        if _open is None or rule is None:
             return inner(*args, **kwargs)
-        if not is_low:
-            # An fp32 module has to see fp32; a 16-bit one casts at its operations, as autocast does.
-            args, kwargs = tree_map_only(torch.Tensor, cast, (args, kwargs))
-        with torch.autocast(device_type, dtype=dtype if is_low else None, enabled=is_low):
+        is_low, dtype = rule
+        if is_low:
+            # It casts at its operations, as autocast does. The cache does not tell formats apart.
+            with torch.autocast(device_type, dtype=dtype, cache_enabled=dtype == _open._dtype):
+                return inner(*args, **kwargs)
+        # An fp32 module has to see fp32.
+        args, kwargs = tree_map_only(torch.Tensor, lambda tensor: _to_fp32(tensor, device_type), (args, kwargs))
+        with torch.autocast(device_type, enabled=False):
             return inner(*args, **kwargs)
 
+    forward.rules, forward.wrapped = rules, wrapped  # type: ignore[attr-defined]
     return forward
+
+
+def _to_fp32(tensor: torch.Tensor, device_type: str) -> torch.Tensor:
+    floats = tensor.is_floating_point() and tensor.dtype != torch.float64
+    return tensor.float() if floats and tensor.device.type == device_type else tensor
 
 
 def _remove_all(rules: list[ModuleRule]) -> None:
@@ -212,7 +237,7 @@ def _remove_all(rules: list[ModuleRule]) -> None:
 
 
 def attach_rules(
-    model: nn.Module, rules: tuple[tuple[str, str], ...], device_type: str, token: object
+    model: nn.Module, rules: tuple[tuple[str, str], ...], device_type: str, token: int
 ) -> list[ModuleRule]:
     """Put module rules in place.
 
@@ -220,7 +245,7 @@ def attach_rules(
     """
     names = [name for name, _ in model.named_modules() if name]
     for pattern, _ in rules:
-        if not fnmatch.filter(names, pattern):
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
             raise HalfstepError(
                 f"module rule {pattern!r}",
                 "no module of the model has a name that it matches",
@@ -246,8 +271,12 @@ def device_of(model: nn.Module) -> torch.device:
     return devices.pop() if devices else torch.device("cpu")
 
 
-def _set_autocast(device_type: str, enabled: bool, dtype: torch.dtype, cache: bool) -> tuple[Any, ...]:
-    """What ``torch.autocast.__enter__`` does, without building an object for every micro-batch."""
+def _set_autocast(device_type: str, enabled: bool, dtype: torch.dtype, cache: bool, held: bool) -> tuple[Any, ...]:
+    """What ``torch.autocast.__enter__`` does, without building an object for every micro-batch.
+
+    The cache has one cast for a weight, whatever its format, and nobody watches the weights of another region. So in
+    and out of one that is open around this one, or holds its casts (not ``held``, which are our own), it is emptied.
+    """
     saved = (
         torch.is_autocast_enabled(device_type),
         torch.get_autocast_dtype(device_type),
@@ -257,12 +286,13 @@ def _set_autocast(device_type: str, enabled: bool, dtype: torch.dtype, cache: bo
     if enabled:
         torch.set_autocast_dtype(device_type, dtype)
     torch.set_autocast_cache_enabled(cache)
-    torch.autocast_increment_nesting()
+    if torch.autocast_increment_nesting() > 1 + held:
+        torch.clear_autocast_cache()
     return saved
 
 
-def _restore_autocast(device_type: str, saved: tuple[Any, ...]) -> None:
-    if torch.autocast_decrement_nesting() == 0:
+def _restore_autocast(device_type: str, saved: tuple[Any, ...], held: bool) -> None:
+    if not (torch.autocast_decrement_nesting() == 1 and held):
         torch.clear_autocast_cache()
     torch.set_autocast_enabled(device_type, saved[0])
     torch.set_autocast_dtype(device_type, saved[1])

@@ -7,12 +7,14 @@ factor is a power of two, dividing it out again in fp32 is exact.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from halfstep.errors import HalfstepError
+from halfstep.formats import FORMATS
 from halfstep.policy import LossScale
 
 
@@ -41,12 +43,19 @@ class NoScale:
         return {"kind": self.kind, "value": self.value.item()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state``; one of another kind is refused."""
+        """Continue from ``state``; one of another kind, or that no run can have written, is refused and changes nothing."""
         if state.get("kind") != self.kind:
             raise HalfstepError(
                 f"the state of a {state.get('kind')} loss scale",
                 f"this run has scale={self.kind}",
                 "Resume with the policy that wrote it, or leave the state out to start the scale afresh.",
+            )
+        missing = sorted(self.state_dict().keys() - state.keys())
+        if missing or math.frexp(state["value"])[0] != 0.5:
+            raise HalfstepError(
+                f"the state {dict(state)} of a loss scale",
+                f"it lacks {', '.join(missing)}" if missing else "its value is not a positive power of two",
+                "Pass what state_dict() of a loss scale returned.",
             )
         self.value.fill_(state["value"])
 
@@ -92,7 +101,8 @@ class DynamicScale(NoScale):
         return after / before
 
     def is_exhausted(self) -> bool:
-        return bool(self.value.item() <= self.settings.floor)
+        is_last = self.value.item() <= self.settings.floor
+        return is_last and self._num_overflows.item() + 1 >= self.settings.hysteresis
 
     def state_dict(self) -> dict[str, Any]:
         counts = {"num_clean": self._num_clean.item(), "num_overflows": self._num_overflows.item()}
@@ -108,5 +118,13 @@ class DynamicScale(NoScale):
 
 def make_scale(settings: LossScale, device: torch.device) -> NoScale:
     """The loss scale that ``settings`` describe, with its numbers on ``device``."""
+    format = FORMATS["fp32"]
+    for name in ("init", "floor", "ceiling"):
+        if not format.tiny <= getattr(settings, name) <= format.max:
+            raise HalfstepError(
+                f"scale.{name}={getattr(settings, name):g}",
+                f"a loss scale is an fp32 number, between {format.tiny:.3g} and {format.max:.3g}; outside it is 0 or inf",
+                "Use a power of two from 2^-126 to 2^127.",
+            )
     kinds = {scale.kind: scale for scale in (NoScale, StaticScale, DynamicScale)}
     return kinds[settings.kind](settings, device)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import nn
 
@@ -34,14 +36,15 @@ class RunningStatistics:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._buffers = [
-            buffer
-            for module in model.modules()
+        named = {
+            f"{prefix}.{name}".removeprefix("."): getattr(module, name, None)
+            for prefix, module in model.named_modules()
             if getattr(module, "running_mean", None) is not None
-            for buffer in (module.running_mean, module.running_var, module.num_batches_tracked)
-            if isinstance(buffer, torch.Tensor)
-        ]
-        self._saved = [torch.empty_like(buffer) for buffer in self._buffers]
+            for name in ("running_mean", "running_var", "num_batches_tracked")
+        }
+        self._names = [name for name, buffer in named.items() if isinstance(buffer, torch.Tensor)]
+        self._buffers: list[torch.Tensor] = [named[name] for name in self._names]
+        self._saved = [buffer.detach().clone() for buffer in self._buffers]
 
     def __bool__(self) -> bool:
         return bool(self._buffers)
@@ -55,3 +58,15 @@ class RunningStatistics:
     def restore(self) -> None:
         if self._buffers:
             torch._foreach_copy_(self._buffers, self._saved)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """What was saved, by name."""
+        return {name: saved.clone() for name, saved in zip(self._names, self._saved, strict=True)}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Take ``state`` for what was saved; where it has no entry, what the model holds now."""
+        self.save()
+        for name, saved in zip(self._names, self._saved, strict=True):
+            if name in state:
+                saved.copy_(state[name])

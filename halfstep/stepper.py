@@ -240,7 +240,8 @@ class Stepper:
                 window.num_replays += 1
                 missing = set(bad)
                 _add(sums, {p: g for p, g in gradients.items() if p not in missing})
-                torch._foreach_mul_(list(sums.values()), factor)
+                if sums:
+                    torch._foreach_mul_(list(sums.values()), factor)
                 self._random_state.restore()
                 self._replay_statistics.restore()
             _add(sums, gradients)

@@ -2,7 +2,8 @@
 
 Every tool takes a Workload. A user writes one function in a file of theirs, ``def workload(seed: int) -> Workload``;
 ``load("path/to/file.py:workload")``, or ``load("charlm")`` for a built-in one, makes a ``Source`` of it, which builds a
-new Workload for each seed. The same seed gives the same weights and the same batches, to the bit.
+new Workload for each seed. The same seed gives the same weights and the same batches to the bit, and on one machine
+with one number of threads the same losses.
 """
 
 from __future__ import annotations

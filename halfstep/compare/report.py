@@ -117,10 +117,7 @@ class CompareReport:
         interrupted: bool = False,
     ) -> CompareReport:
         """The report of ``trials``; ``margin_pct`` is in percent of the reference's mean final loss."""
-        if margin_pct is not None and not 0 < margin_pct < math.inf:
-            raise HalfstepError(
-                f"margin {margin_pct:g} %", "it must be above 0 and finite", "Give for example --margin 1, or none."
-            )
+        check_margin(margin_pct)
         arms = by_policy(trials)
         if not arms:
             raise HalfstepError("a comparison without a trial", "there is nothing to judge", "Let one trial end.")
@@ -190,6 +187,14 @@ class CompareReport:
             row[1].stylize(_STYLE.get(verdict.word, ""))
             table.add_row(*row)
         return table
+
+
+def check_margin(margin_pct: float | None) -> None:
+    """Refuse a margin that no difference could stay within, before anything is trained."""
+    if margin_pct is not None and not 0 < margin_pct < math.inf:
+        raise HalfstepError(
+            f"margin {margin_pct:g} %", "it must be above 0 and finite", "Give for example --margin 1, or none."
+        )
 
 
 def number(value: float | None, spec: str = ".4g") -> str:
@@ -271,7 +276,7 @@ def _verdict(
     if margin_pct is not None and finite:
         margin = abs(fmean(finite)) * margin_pct / 100
         margin_from = f"{margin_pct:g} % of {reference_name}'s mean"
-    failures = " ".join(f"Seed {trial.seed}: {trial.diverged}." for trial in arm if trial.diverged)
+    failures = " ".join(f"Seed {trial.seed}: {trial.diverged.rstrip('.')}." for trial in arm if trial.diverged)
     if name == reference_name:
         spread = ""
         if len(finite) > 1:

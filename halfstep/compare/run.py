@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from halfstep.compare.memory import LiveBytes
-from halfstep.compare.report import CompareReport
+from halfstep.compare.report import CompareReport, check_margin
 from halfstep.compare.trial import Trial
 from halfstep.errors import HalfstepError, ScaleExhausted
 from halfstep.events import StepReport
@@ -46,6 +46,7 @@ def compare(
     for name, value in (("steps", steps), ("seeds", seeds)):
         if value < 1:
             raise HalfstepError(f"{name}={value}", "a comparison needs at least one", f"Use --{name} 1 or more.")
+    check_margin(margin_pct)
     hardware = detect(device)
     if not policies:
         raise HalfstepError("no policies", "there is nothing to compare", "Name some, such as fp32,bf16,fp16.")

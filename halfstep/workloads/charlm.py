@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from halfstep.errors import HalfstepError
 from halfstep.workload import Workload
 
-DEFAULT_STEPS = 200
+DEFAULT_STEPS = 150
 DEFAULT_SEEDS = 5
 
 VOCABULARY = 256

@@ -1,0 +1,220 @@
+"""The command: parse, call, print.
+
+Exit status: 0 fine, 1 the tool found what it looks for, 2 the call was wrong. An error is one line on standard error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from halfstep import __version__
+from halfstep.errors import HalfstepError
+
+app = typer.Typer(
+    help="Mixed-precision training for PyTorch that can be trusted.",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+WorkloadArgument = Annotated[
+    str, typer.Argument(metavar="WORKLOAD", help="A built-in workload (charlm, digits, mlp, fragile) or FILE.py:FUNCTION.")
+]
+DeviceOption = Annotated[str | None, typer.Option(metavar="DEVICE", help="cpu, cuda or cuda:N; CUDA if it is there.")]
+JsonOption = Annotated[
+    str | None, typer.Option("--json", metavar="FILE", help="Write the report as JSON; - or nothing prints it instead.")
+]
+HtmlOption = Annotated[str | None, typer.Option("--html", metavar="FILE", help="Write the report as one HTML file.")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"halfstep {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and stop.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def doctor(device: DeviceOption = None, json_file: JsonOption = None) -> None:
+    """Print the device, the formats it computes, TF32 switches, versions, and the policy that auto would choose."""
+    from halfstep.doctor import examine
+
+    _check_writable(json_file)
+    report = examine(device)
+    _emit(report, json_file)
+    raise typer.Exit(1 if report.problem else 0)
+
+
+@app.command()
+def compare(
+    workload: WorkloadArgument,
+    policies: Annotated[
+        str, typer.Option(metavar="LIST", help="Policies by comma; the first is the reference.")
+    ] = "fp32,bf16,fp16",
+    seeds: Annotated[int | None, typer.Option(metavar="N", help="Trials of each policy.", show_default="5")] = None,
+    steps: Annotated[
+        int | None, typer.Option(metavar="N", help="Optimizer steps of a trial.", show_default="the workload's")
+    ] = None,
+    margin: Annotated[
+        float | None,
+        typer.Option(metavar="PCT", help="Difference that matters, in % of the reference's final loss."),
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Other data, for a workload that takes some (charlm: any text).")
+    ] = None,
+    device: DeviceOption = None,
+    json_file: JsonOption = None,
+    html_file: HtmlOption = None,
+) -> None:
+    """Train WORKLOAD in each policy from the same seeds, and judge each against the first."""
+    _check_writable(json_file, html_file)
+    _need_torch()
+    from halfstep.compare import compare as run
+    from halfstep.compare.page import write_html
+    from halfstep.workload import load
+
+    source = load(workload, **({} if data is None else {"data": data}))
+    steps = steps or source.default_steps or 100
+    seeds = seeds or source.default_seeds or 5
+    names = [name.strip() for name in policies.split(",") if name.strip()]
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    bar = Progress(*columns, console=Console(stderr=True), transient=True)
+    task = bar.add_task("", total=steps * seeds * len(names))
+
+    def advance(policy: str, seed: int) -> None:
+        bar.start()  # here, so that a call that is refused shows no bar
+        bar.update(task, advance=1, description=f"seed {seed + 1} of {seeds}, {policy}")
+
+    try:
+        report, trials = run(source, names, steps, seeds, device, margin, advance)
+    finally:
+        if bar.live.is_started:
+            bar.stop()
+    if report.interrupted:
+        print(f"halfstep: interrupted; the report holds the {len(trials)} trials that had ended", file=sys.stderr)
+    if html_file is not None:
+        write_html(report, trials, Path(html_file))
+    _emit(report, json_file)
+    raise typer.Exit(1 if report.found else 0)
+
+
+@app.command()
+def new(file: Annotated[str, typer.Argument(metavar="FILE", help="The file to write; an existing one is kept.")]) -> None:
+    """Write a commented workload file to fill in; it runs as it stands."""
+    from halfstep.template import write_template
+
+    write_template(Path(file))
+    print(f"wrote {file}: fill it in, then run  halfstep compare {file}:workload")
+
+
+def _emit(report: Any, json_file: str | None) -> None:
+    """Print the report, or its JSON where that goes to standard output."""
+    if json_file is None or json_file != "-":
+        _print(report)
+    if json_file is not None:
+        text = json.dumps(report.to_dict(), indent=2, allow_nan=False) + "\n"
+        if json_file == "-":
+            print(text, end="")
+        else:
+            _write(Path(json_file), text)
+
+
+def _print(report: Any) -> None:
+    if hasattr(report, "render") and sys.stdout.isatty():
+        report.render(Console())
+    else:
+        print(report)
+
+
+def _write(path: Path, text: str) -> None:
+    """Write ``path`` whole or not at all."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+def _check_writable(*files: str | None) -> None:
+    """Refuse before the work what would fail after it."""
+    for file in files:
+        if file in (None, "-"):
+            continue
+        path = Path(str(file))
+        if path.is_dir() or not path.parent.is_dir():
+            why = "it is a directory" if path.is_dir() else f"there is no directory {path.parent}"
+            raise HalfstepError(f"output file {path}", why, "Name a file in a directory that exists.")
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise HalfstepError(f"output file {path}", "it cannot be written here", "Choose another place.")
+
+
+def _need_torch() -> None:
+    try:
+        import torch  # noqa: F401
+    except ImportError:
+        raise HalfstepError(
+            "halfstep without torch", "this command trains, and torch is not installed", "pip install 'halfstep[torch]'"
+        ) from None
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the command with ``arguments`` and return its exit status."""
+    # --json without a file means standard output.
+    words = list(arguments)
+    for at, word in enumerate(words):
+        if word == "--json" and (at + 1 == len(words) or (words[at + 1] != "-" and words[at + 1].startswith("-"))):
+            words[at] = "--json=-"
+    try:
+        return int(app(words, standalone_mode=False, prog_name="halfstep") or 0)
+    except HalfstepError as error:
+        return _fail(str(error))
+    except KeyboardInterrupt:
+        return _fail("interrupted before anything had ended; nothing was written", 130)
+    except BrokenPipeError:
+        # The reader of our output has gone, as with `halfstep ... | head`.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except OSError as error:
+        return _fail(f"{error.filename or 'a file'}: {error.strerror}. Nothing was left half-written")
+    except Exception as error:
+        # Both click and the copy of it inside typer raise usage errors of this shape.
+        if not hasattr(error, "format_message"):
+            raise
+        usage = str(error.format_message())
+        if not usage.strip() or "\n" in usage:
+            # A call without a command: the help, which typer has printed already where it draws it with rich.
+            print(usage.rstrip(), file=sys.stderr, end="\n" if usage.strip() else "")
+            return 2
+        return _fail(f"{usage.rstrip('.')}. See halfstep {' '.join([*words[:1], '--help'])}")
+
+
+def _fail(message: str, status: int = 2) -> int:
+    print(f"halfstep: {message}", file=sys.stderr)
+    return status
+
+
+def main() -> None:
+    """The entry point of the ``halfstep`` command."""
+    sys.exit(run(sys.argv[1:]))

@@ -1,0 +1,26 @@
+"""Strict tests: one thread, so that bits and times do not depend on the machine's load, and nothing left switched on."""
+
+import pytest
+import torch
+
+from halfstep import cpu16, oplist, region
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_behind():
+    """A test leaves the default dtype, autocast and our switches as it found them."""
+    yield
+    assert torch.get_default_dtype() == torch.float32
+    assert not torch.is_autocast_enabled("cpu")
+    assert region._open is None
+    assert oplist.active is None
+    assert not cpu16.active
+
+
+def pytest_collection_modifyitems(items):
+    skip = pytest.mark.skip(reason="needs a CUDA device, and this machine has none")
+    for item in items:
+        if "gpu" in item.keywords and not torch.cuda.is_available():
+            item.add_marker(skip)

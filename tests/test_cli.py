@@ -1,0 +1,105 @@
+"""The command: what it prints where, exit status, one line for every error, nothing half-written."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from halfstep.cli import run
+
+
+def test_compare_writes_json_and_html(tmp_path, capsys):
+    json_file, html_file = tmp_path / "r.json", tmp_path / "r.html"
+    arguments = ["--seeds", "3", "--steps", "4", "--json", str(json_file), "--html", str(html_file)]
+    assert run(["compare", "mlp", *arguments]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("mlp over 3 seeds: ")
+    report = json.loads(json_file.read_text())
+    assert [policy["policy"] for policy in report["policies"]] == ["fp32", "bf16", "fp16"]
+    assert html_file.read_text().lstrip().lower().startswith("<!doctype html>")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["r.html", "r.json"]
+
+
+def test_json_alone_goes_to_standard_output(capsys):
+    for arguments in (["doctor", "--json"], ["doctor", "--json", "-"], ["doctor", "--json", "--device", "cpu"]):
+        assert run(arguments) == 0
+        assert json.loads(capsys.readouterr().out)["policy"]
+
+
+def test_what_it_looks_for_is_status_1(capsys):
+    assert run(["compare", "fragile", "--policies", "fp32,fp16", "--seeds", "1", "--steps", "20"]) == 1
+    assert "diverged" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["compare", "nope"], "no built-in workload has this name"),
+        (["compare", "charml"], "did you mean charlm"),
+        (["compare", "missing.py"], "no such file"),
+        (["compare", "mlp", "--policies", "fp33"], "'fp33'"),
+        (["compare", "mlp", "--policies", "fp32,e4m3"], "no region computes in"),
+        (["compare", "mlp", "--policies", ","], "nothing to compare"),
+        (["compare", "mlp", "--steps", "many"], "--steps"),
+        (["compare", "mlp", "--steps", "-1"], "steps=-1"),
+        (["compare", "mlp", "--seeds", "-1"], "seeds=-1"),
+        (["compare", "mlp", "--margin", "-1", "--seeds", "1", "--steps", "1"], "margin"),
+        (["compare", "mlp", "--device", "gpu7"], "gpu7"),
+        (["compare", "mlp", "--json", "no/such/dir/r.json"], "no directory"),
+        (["compare", "mlp", "--html", "."], "is a directory"),
+        (["compare", "mlp", "--data", "x"], "no such option"),
+        (["compare"], "WORKLOAD"),
+        (["compare", "mlp", "--sedes", "3"], "--sedes"),
+        (["comparre"], "comparre"),
+        (["doctor", "--device", "tpu"], "tpu"),
+        (["new", "no/such/dir/x.py"], "no/such/dir"),
+    ],
+)
+def test_a_wrong_call_is_one_line_and_status_2(arguments, message, capsys):
+    assert run(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("halfstep: ")
+    assert captured.err.count("\n") == 1
+    assert message in captured.err
+
+
+def test_no_command_is_help_and_version_is_a_line(capsys):
+    assert run([]) == 2
+    assert "compare" in capsys.readouterr().out
+    assert run(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("halfstep 0.")
+
+
+def test_new_writes_a_file_that_compare_runs(tmp_path, capsys):
+    file = tmp_path / "mine.py"
+    assert run(["new", str(file)]) == 0
+    assert run(["new", str(file)]) == 2
+    assert run(["compare", f"{file}:workload", "--seeds", "1", "--steps", "2", "--policies", "fp32,bf16"]) == 0
+    assert "no verdict" in capsys.readouterr().out
+
+
+def test_interrupt_keeps_finished_trials(tmp_path):
+    """A real SIGINT to a real process, once the first trial has ended."""
+    json_file = tmp_path / "r.json"
+    command = [sys.executable, "-m", "halfstep", "compare", "mlp", "--policies", "fp32", "--seeds", "500"]
+    process = subprocess.Popen(
+        [*command, "--steps", "20", "--json", str(json_file)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+    )
+    time.sleep(8)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    if "before anything had ended" in err:
+        pytest.skip("the machine was too slow to end one trial in 8 seconds")
+    assert process.returncode == 0
+    assert "interrupted" in out
+    assert "interrupted" in err
+    assert json.loads(json_file.read_text())["interrupted"] is True

@@ -1,0 +1,78 @@
+"""Imports flow one way: a module imports only from rows above its own, and the torch-free ones load without torch."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent / "halfstep"
+ROWS = [
+    "errors",
+    "formats",
+    "hardware events",
+    "policy",
+    "kernels",
+    "oplist cpu16 scale record snapshot",
+    "region",
+    "stepper",
+    "workload",
+    "workloads template compare doctor",
+    "cli",
+    "__main__",
+]
+RANK = {name: rank for rank, row in enumerate(ROWS) for name in row.split()}
+TORCH_FREE = {"errors", "formats", "events", "hardware", "policy", "doctor", "template", "cli", "__main__"}
+
+
+def part_of(path):
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def imports_of(tree):
+    """Every dotted name that a tree imports, also inside functions. The package uses absolute imports alone."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "absolute imports only"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def violations(part, tree):
+    for name in imports_of(tree):
+        head, _, rest = name.partition(".")
+        other = rest.split(".")[0]
+        if head == "halfstep" and other != part and other in RANK and RANK[other] >= RANK[part]:
+            yield f"{part} must not import {name}"
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_flow_one_way(path):
+    part = part_of(path)
+    if part == "__init__":
+        return
+    assert part in RANK, f"place {part} in ROWS"
+    assert list(violations(part, ast.parse(path.read_text()))) == []
+
+
+def test_the_check_finds_an_import_from_below():
+    assert list(violations("scale", ast.parse("def f():\n    from halfstep.stepper import Stepper")))
+    assert not list(violations("stepper", ast.parse("from halfstep.scale import make_scale")))
+
+
+def test_torch_free_parts_do_not_load_torch():
+    modules = ", ".join(f"halfstep.{name}" for name in sorted(TORCH_FREE - {"__main__"}))
+    program = f"import sys, halfstep, {modules}; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-W", "error", "-c", program]).returncode == 0
+
+
+def test_every_public_name_loads():
+    import halfstep
+
+    for name in halfstep.__all__:
+        assert getattr(halfstep, name).__name__ == name
+    assert set(halfstep.__all__) <= set(dir(halfstep))
+    with pytest.raises(AttributeError, match="no attribute 'stepper_'"):
+        halfstep.stepper_  # noqa: B018

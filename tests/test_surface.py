@@ -1,0 +1,136 @@
+"""What users rely on is written down here: public names, flags, policy settings, record keys. A change is a decision."""
+
+import dataclasses
+import inspect
+
+import halfstep
+from halfstep import events, policy
+from halfstep.cli import app
+from halfstep.workload import Workload
+
+
+def parameters(function):
+    return [name for name in inspect.signature(function).parameters if name != "self"]
+
+
+def test_public_names():
+    assert sorted(halfstep.__all__) == [
+        "HalfstepError",
+        "Hardware",
+        "LossScale",
+        "Policy",
+        "Region",
+        "ScaleExhausted",
+        "StepReport",
+        "Stepper",
+        "Workload",
+        "auto_policy",
+    ]
+
+
+def test_stepper():
+    assert parameters(halfstep.Stepper.__init__) == [
+        "model",
+        "optimizer",
+        "policy",
+        "accumulate",
+        "max_norm",
+        "scheduler",
+        "on_applied",
+        "sinks",
+        "keep_casts",
+        "hardware",
+    ]
+    public = {name for name in dir(halfstep.Stepper) if not name.startswith("_")}
+    assert public == {
+        "backward",
+        "flush",
+        "forward",
+        "inference",
+        "info",
+        "load_state_dict",
+        "policy",
+        "state_dict",
+        "step",
+    }
+
+
+def test_workload():
+    assert [field.name for field in dataclasses.fields(Workload)] == [
+        "model",
+        "batches",
+        "loss",
+        "optimizer",
+        "evaluate",
+        "scheduler",
+        "max_norm",
+        "accumulate",
+    ]
+
+
+def test_policy_settings():
+    assert [field.name for field in dataclasses.fields(policy.Policy)] == [
+        "compute",
+        "modules",
+        "ops",
+        "master",
+        "tf32",
+        "scale",
+        "on_overflow",
+        "on_exhausted",
+    ]
+    assert [field.name for field in dataclasses.fields(policy.LossScale)] == [
+        "kind",
+        "init",
+        "growth",
+        "backoff",
+        "interval",
+        "floor",
+        "ceiling",
+        "hysteresis",
+    ]
+
+
+def test_record_keys():
+    report = events.StepReport(1, lambda: (1.0, 2.0, 4.0, 0.0), lambda loss, norm: "")
+    assert list(report.to_dict()) == [
+        "step",
+        "loss",
+        "grad_norm",
+        "scale",
+        "applied",
+        "reason",
+        "num_replays",
+        "nonfinite_share",
+    ]
+    keys = {cls.__name__: [field.name for field in dataclasses.fields(cls)] for cls in (events.Overflow, events.Alert)}
+    assert keys == {
+        "Overflow": ["step", "micro_batch", "scale", "parameters"],
+        "Alert": ["rule", "step", "severity", "message", "action", "rank"],
+    }
+
+
+def test_flags():
+    commands = {}
+    for command in app.registered_commands:
+        flags = []
+        for parameter in inspect.signature(command.callback).parameters.values():
+            option = parameter.annotation
+            flags.append((parameter.name, parameter.default))
+            assert option is not inspect.Parameter.empty
+        commands[command.callback.__name__] = [name for name, _ in flags]
+    assert commands == {
+        "doctor": ["device", "json_file"],
+        "compare": [
+            "workload",
+            "policies",
+            "seeds",
+            "steps",
+            "margin",
+            "data",
+            "device",
+            "json_file",
+            "html_file",
+        ],
+        "new": ["file"],
+    }
