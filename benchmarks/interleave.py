@@ -5,30 +5,43 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 
-def measure(contenders: Mapping[str, Callable[[], object]], rounds: int, warm_up: int = 3) -> dict[str, list[float]]:
-    """Milliseconds of each call. Every round calls each contender once, so that a slow phase of the machine hits all."""
+def nothing() -> None:
+    """The preparation of a contender that needs none."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """``run`` is timed; ``prepare`` runs before each call and is not."""
+
+    run: Callable[[], object]
+    prepare: Callable[[], object] = nothing
+
+
+def measure(contenders: Mapping[str, Contender], rounds: int, calls: int = 1, warm_up: int = 3) -> dict[str, list[float]]:
+    """Milliseconds a call. Every round has ``calls`` of each contender, so that a slow phase of the machine hits all."""
     times: dict[str, list[float]] = {name: [] for name in contenders}
-    for round_number in range(-warm_up, rounds):
-        for name, run in contenders.items():
-            start = time.perf_counter()
-            run()
-            if round_number >= 0:
-                times[name].append((time.perf_counter() - start) * 1e3)
+    for number in range(-warm_up, rounds):
+        # Turning the order round cancels what one contender leaves in the caches for the next.
+        order = list(contenders.items())[:: 1 if number % 2 else -1]
+        for name, contender in order:
+            spent = 0.0
+            for _ in range(calls):
+                contender.prepare()
+                start = time.perf_counter()
+                contender.run()
+                spent += time.perf_counter() - start
+            if number >= 0:
+                times[name].append(spent / calls * 1e3)
     return times
 
 
-def ratio(times: Mapping[str, list[float]], name: str, base: str) -> tuple[float, float, float]:
-    """Median of the ratio of ``name`` to ``base`` over the rounds, with its quartiles."""
+def report(times: Mapping[str, list[float]], name: str, base: str, goal: str) -> float:
+    """Print a line: the median of the ratio over the rounds with its quartiles, both medians, and the goal."""
     pairs = [a / b for a, b in zip(times[name], times[base], strict=True)]
     low, middle, high = statistics.quantiles(pairs, n=4)
-    return middle, low, high
-
-
-def report(times: Mapping[str, list[float]], name: str, base: str, bound: str = "") -> float:
-    """Print one line: the ratio with its spread, both medians, and the figure to reach."""
-    middle, low, high = ratio(times, name, base)
-    medians = f"{statistics.median(times[name]):.3f} ms against {statistics.median(times[base]):.3f} ms"
-    print(f"{name} / {base}: {middle:.3f} [{low:.3f}, {high:.3f}]  ({medians}) {bound}".rstrip())
+    medians = f"{statistics.median(times[name]):.3f} against {statistics.median(times[base]):.3f} ms"
+    print(f"  {name} / {base}: {middle:.3f}  [{low:.3f}, {high:.3f}]  {medians}  ({goal})", flush=True)
     return middle

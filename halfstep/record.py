@@ -64,7 +64,7 @@ def find_producer(
         def at_gradient(gradient: torch.Tensor) -> None:
             setattr(call, field, getattr(call, field) or _kind(gradient))
 
-        handles.append(tensor.register_hook(at_gradient))
+        handles.append(tensor.register_hook(at_gradient))  # type: ignore[no-untyped-call]
 
     def watch(name: str, module: nn.Module) -> None:
         def before(module: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from halfstep.errors import HalfstepError
-from halfstep.formats import FORMATS
 from halfstep.policy import LossScale
 
 
@@ -43,7 +42,7 @@ class NoScale:
         return {"kind": self.kind, "value": self.value.item()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state``; one of another kind, or that no run can have written, is refused and changes nothing."""
+        """Continue from ``state``; one of another kind, or that no run can have written, is refused."""
         if state.get("kind") != self.kind:
             raise HalfstepError(
                 f"the state of a {state.get('kind')} loss scale",
@@ -118,13 +117,5 @@ class DynamicScale(NoScale):
 
 def make_scale(settings: LossScale, device: torch.device) -> NoScale:
     """The loss scale that ``settings`` describe, with its numbers on ``device``."""
-    format = FORMATS["fp32"]
-    for name in ("init", "floor", "ceiling"):
-        if not format.tiny <= getattr(settings, name) <= format.max:
-            raise HalfstepError(
-                f"scale.{name}={getattr(settings, name):g}",
-                f"a loss scale is an fp32 number, between {format.tiny:.3g} and {format.max:.3g}; outside it is 0 or inf",
-                "Use a power of two from 2^-126 to 2^127.",
-            )
     kinds = {scale.kind: scale for scale in (NoScale, StaticScale, DynamicScale)}
     return kinds[settings.kind](settings, device)

@@ -37,13 +37,13 @@ class RunningStatistics:
 
     def __init__(self, model: nn.Module) -> None:
         named = {
-            f"{prefix}.{name}".removeprefix("."): getattr(module, name, None)
+            f"{prefix}.{name}".removeprefix("."): buffer
             for prefix, module in model.named_modules()
             if getattr(module, "running_mean", None) is not None
             for name in ("running_mean", "running_var", "num_batches_tracked")
+            if isinstance(buffer := getattr(module, name, None), torch.Tensor)
         }
-        self._names = [name for name, buffer in named.items() if isinstance(buffer, torch.Tensor)]
-        self._buffers: list[torch.Tensor] = [named[name] for name in self._names]
+        self._names, self._buffers = list(named), list(named.values())
         self._saved = [buffer.detach().clone() for buffer in self._buffers]
 
     def __bool__(self) -> bool:

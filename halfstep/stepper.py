@@ -13,10 +13,12 @@ their norm, and nothing is read back to the host.
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -84,13 +86,13 @@ class Stepper:
         keep_casts: bool = True,
         hardware: Hardware | None = None,
     ) -> None:
-        if accumulate < 1 or accumulate != int(accumulate):
+        if not isinstance(accumulate, int) or accumulate < 1:
             raise HalfstepError(f"accumulate={accumulate}", "a window holds whole micro-batches", "Use 1, 2, 3, ...")
         if max_norm is not None and not 0 < max_norm < math.inf:
             raise HalfstepError(
                 f"max_norm={max_norm}", "a norm is clipped to a positive number", "Use None to not clip."
             )
-        _check_parameters(model, optimizer)
+        _check_optimizer(model, optimizer)
         self.model, self.optimizer = model, optimizer
         self.accumulate, self.max_norm = accumulate, max_norm
         self.scheduler, self.on_applied, self.sinks = scheduler, on_applied, tuple(sinks)
@@ -103,6 +105,7 @@ class Stepper:
         self._random_state = RandomState(self.region.device)
         self._can_replay = self.policy.on_overflow == "replay" and self.policy.scale.kind == "dynamic"
         self._unit: float | None = None
+        self._promoted: list[str] = []
         self._window = _Window()
 
     @property
@@ -130,7 +133,7 @@ class Stepper:
         else:
             with self.forward():
                 loss, count = self._read_loss(closure())
-            self._run_backward(loss)
+            self._accumulate(loss)
         return self._end_micro_batch(loss, count, closure)
 
     def forward(self) -> Region:
@@ -144,7 +147,7 @@ class Stepper:
         As :meth:`step`, without replay.
         """
         loss, count = self._read_loss(loss)
-        self._run_backward(loss)
+        self._accumulate(loss)
         return self._end_micro_batch(loss, count, None)
 
     def flush(self) -> StepReport | None:
@@ -157,6 +160,7 @@ class Stepper:
 
     def _begin_micro_batch(self) -> None:
         if self._window.num_micro_batches == 0:
+            self._take_gradients()  # what a backward pass of somebody else left there, as a GAN's other half does
             self._statistics.save()
         if self._keeps_casts:
             self.region.hold()
@@ -165,9 +169,8 @@ class Stepper:
         """The loss to differentiate and its count; the unit of scaled sums is fixed by the first count."""
         loss, count = result if isinstance(result, tuple) and len(result) == 2 else (result, 1.0)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.is_floating_point():
-            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise HalfstepError(
-                f"a loss that is {what}", "backward starts from one number", "Return a mean or (sum, count)."
+                f"a loss that is {_kind(loss)}", "backward starts from one number", "Return a mean or (sum, count)."
             )
         if not loss.requires_grad:
             raise HalfstepError(
@@ -175,11 +178,21 @@ class Stepper:
                 "it depends on no trainable parameter, or was computed under no_grad or detached",
                 "Return the loss as the model's output gives it; for evaluation use stepper.inference().",
             )
+        if isinstance(count, torch.Tensor) and count.numel() == 1:
+            count = count.detach().reshape(()).to(self.scale.value)  # fp32, since counts in 16 bit do not add up
+        elif hasattr(count, "__float__") and not isinstance(count, torch.Tensor):
+            count = float(count)
+        else:
+            raise HalfstepError(
+                f"a count that is {_kind(count)}",
+                "the second of a pair is the number that the sum is divided by",
+                "Return (sum, count), or the mean alone.",
+            )
         if self._unit is None:
             # A sum over thousands of tokens would meet fp16 thousands of times larger than a mean. The nearest power of
             # two to the first count brings it back and rounds nothing; the true count is in the factor at the end.
             usual = float(count) if isinstance(result, tuple) and self.scale.kind != "none" else 1.0
-            self._unit = 2.0 ** round(math.log2(usual)) if usual > 0 else 1.0
+            self._unit = 2.0 ** round(math.log2(usual)) if 0 < usual < math.inf else 1.0
         return loss.reshape(()), count
 
     def _run_backward(self, loss: torch.Tensor) -> None:
@@ -190,6 +203,14 @@ class Stepper:
         with self.region.backward():
             loss.backward(start.to(loss.dtype))  # type: ignore[no-untyped-call]
 
+    def _accumulate(self, loss: torch.Tensor) -> None:
+        """Backward into the sums in ``.grad``. One that fails midway leaves them mixed, so the window begins anew."""
+        try:
+            self._run_backward(loss)
+        except BaseException:
+            self._drop_window()
+            raise
+
     def _end_micro_batch(
         self, loss: torch.Tensor, count: float | torch.Tensor, closure: Callable[[], Loss] | None
     ) -> StepReport | None:
@@ -198,7 +219,7 @@ class Stepper:
         loss = loss.detach().float()
         window.loss_sum = loss if window.loss_sum is None else window.loss_sum + loss
         window.count = window.count + count
-        return self._end_window(closure) if window.num_micro_batches == self.accumulate else None
+        return self._end_window(closure) if window.num_micro_batches >= self.accumulate else None
 
     # Replay.
 
@@ -206,51 +227,62 @@ class Stepper:
         """Run one micro-batch, and again at a lower scale while its gradient overflows.
 
         Parameters whose gradient was finite keep it, rescaled; only the others take the replayed one. The sums of
-        finished micro-batches wait aside meanwhile, which is the one extra gradient of memory.
+        finished micro-batches wait aside meanwhile, which is the one extra gradient of memory. An exception leaves them
+        as they are, and nothing of this micro-batch.
         """
         window = self._window
         self._random_state.save()
         self._replay_statistics.save()
         sums = self._take_gradients()
-        is_first = not sums
-        missing: set[torch.Tensor] | None = None
+        kept: dict[torch.Tensor, torch.Tensor] = {}
         try:
             while True:
                 with self.region:
                     loss, count = self._read_loss(closure())
-                self._run_backward(loss)
-                gradients = {p: g for p, g in self._take_gradients().items() if missing is None or p in missing}
+                with _dropping_gradients(kept):
+                    self._run_backward(loss)
+                gradients = self._take_gradients()
+                if not gradients:
+                    break
                 norms, norm = _norms(gradients.values())
                 loss_value, norm_value = torch.stack([loss.detach().float(), norm]).tolist()
                 if math.isfinite(norm_value):
-                    window.norm = norm if is_first and missing is None else None
+                    window.norm = norm if self.accumulate == 1 and not kept else None
                     break
-                bad = [p for p, n in zip(gradients, norms, strict=True) if not math.isfinite(n)]
+                # Where each norm is finite, their sum of squares was too large.
+                bad = [p for p, n in zip(gradients, norms, strict=True) if not math.isfinite(n)] or list(gradients)
                 window.nonfinite_share = _nonfinite_share(gradients.values())
                 factor = 1.0
                 if math.isfinite(loss_value):
-                    factor = self.scale.back_off() or self._promote_or_stop(closure, bad)
+                    factor = self.scale.back_off() or self._promote_or_stop(closure, bad, self.num_steps + 1)
                 elif self.scale.is_exhausted():
-                    factor = self._promote_or_stop(closure, bad)
+                    factor = self._promote_or_stop(closure, bad, self.num_steps + 1)
                 else:
                     # The fault is in the forward pass, which no scale mends. What is not finite stays in the sums, so
                     # that the window's end skips and lowers the scale, step by step until it is exhausted.
                     break
-                self._report_overflow(bad)
+                kept |= {p: g for p, g in gradients.items() if p not in set(bad)}
+                del gradients
+                if at_old_scale := [*sums.values(), *kept.values()]:
+                    torch._foreach_mul_(at_old_scale, factor)
                 window.num_replays += 1
-                missing = set(bad)
-                _add(sums, {p: g for p, g in gradients.items() if p not in missing})
-                if sums:
-                    torch._foreach_mul_(list(sums.values()), factor)
+                self._report_overflow(bad)
                 self._random_state.restore()
                 self._replay_statistics.restore()
-            _add(sums, gradients)
+            _add(sums, kept | gradients)
+        except BaseException:
+            self._take_gradients()
+            if self._window is window:
+                self._replay_statistics.restore()
+            else:
+                sums = {}  # stopped: the window is gone
+            raise
         finally:
             for parameter, gradient in sums.items():
                 parameter.grad = gradient
         return loss, count
 
-    def _promote_or_stop(self, closure: Callable[[], Loss] | None, bad: Sequence[torch.Tensor]) -> float:
+    def _promote_or_stop(self, closure: Callable[[], Loss] | None, bad: Sequence[torch.Tensor], step: int) -> float:
         """The scale is exhausted: find who made the first non-finite value, and do what the policy says.
 
         Returns the factor 1.0 when a module was promoted to fp32 and the micro-batch can run again; raises otherwise.
@@ -259,16 +291,17 @@ class Stepper:
         promotes = self.policy.on_exhausted == "promote" and producer is not None and producer.is_module
         if promotes and producer is not None and (producer.module, "fp32") not in self.policy.modules:
             self.region.promote(producer.module)
+            self._promoted.append(producer.module)
             return 1.0
         names = _names(self.model, bad)
-        self._clear_window()
+        self._drop_window()
         who = f"; {producer}" if producer else ""
-        cure = f"{producer.module}=fp32" if producer and producer.is_module else f"{names[0].rpartition('.')[0]}=fp32"
+        module = producer.module if producer and producer.is_module else names[0].rpartition(".")[0]
+        cure = f"Keep that module in fp32 (policy '{self.policy} module:{module}=fp32'), or use" if module else "Use"
         raise ScaleExhausted(
-            f"the loss scale at its floor of {self.policy.scale.floor:g}, step {self.num_steps + 1}",
+            f"the loss scale at its floor of {self.policy.scale.floor:g}, step {step}",
             f"the gradient of {_and_more(names)} is still not finite{who}",
-            f"Keep that module in fp32 (policy '{self.policy} module:{cure}'), or use bf16 where the device has it. "
-            "The weights are those of the last applied step.",
+            f"{cure} bf16 where the device has it. The weights are those of the last applied step.",
         )
 
     def _find_producer(self, closure: Callable[[], Loss]) -> Producer | None:
@@ -284,10 +317,15 @@ class Stepper:
         if self._can_replay:
             self._random_state.restore()
             self._replay_statistics.restore()
+        else:
+            self._random_state.save()
+            self._replay_statistics.save()
         try:
             return find_producer(self.model, forward, self._run_backward)
         finally:
             self._take_gradients()
+            self._random_state.restore()
+            self._replay_statistics.restore()
 
     def _report_overflow(self, bad: Sequence[torch.Tensor]) -> None:
         if self.sinks:
@@ -314,6 +352,7 @@ class Stepper:
         window = self._window
         gradients = {p: p.grad for g in self.optimizer.param_groups for p in g["params"] if p.grad is not None}
         if not gradients or window.loss_sum is None:
+            self._drop_window()
             raise HalfstepError(
                 "a window without gradients",
                 "no parameter of the optimizer got one",
@@ -327,15 +366,23 @@ class Stepper:
         divisor = window.count / (self._unit or 1.0)
         if self.scale.kind != "none":
             divisor = self.scale.value * divisor
-        norm = _over(norm, divisor)
-        found = (norm - norm).ne(0).float()  # 0 - 0 for a number, but inf - inf and NaN - NaN are NaN, and so 1
+        scaled_norm, norm = norm, _over(norm, divisor)
+        found = _not_finite(norm)
+        # A count of 0 makes it NaN too, which says nothing about the scale.
+        overflow = found if isinstance(window.count, float) and window.count else _not_finite(scaled_norm)
         # Clip, with the formula of torch.nn.utils.clip_grad_norm_. It divides, since that rounds once.
         if self.max_norm is not None:
             divisor = ((norm + 1e-6) / self.max_norm).clamp_(min=1.0) * divisor
         numbers = torch.stack([_over(window.loss_sum, window.count), norm, self.scale.value, found])
         # Step.
-        applied = self._apply(list(gradients.values()), divisor, found)
-        report = StepReport(self.num_steps, numbers.tolist, self._why, window.num_replays, window.nonfinite_share)
+        is_replayed = self._can_replay and closure is not None
+        try:
+            applied = self._apply(list(gradients.values()), divisor, found, is_replayed)
+        except BaseException:
+            self._drop_window()
+            raise
+        why = partial(_why, window.count)
+        report = StepReport(self.num_steps, numbers.tolist, why, window.num_replays, window.nonfinite_share)
         bad: list[torch.Tensor] = []
         if applied is False:
             self._statistics.restore()
@@ -343,8 +390,8 @@ class Stepper:
             if report.nonfinite_share is None:
                 report.nonfinite_share_if_skipped = _nonfinite_share(gradients.values())
         # Update. In a replay an exhausted scale is noticed where it happens, in the micro-batch.
-        is_exhausted = applied is False and not self._can_replay and self.scale.is_exhausted()
-        self.scale.update(found)
+        is_exhausted = applied is False and not is_replayed and bool(overflow) and self.scale.is_exhausted()
+        self.scale.update(overflow)
         self._clear_window()
         if applied:
             if self.scheduler is not None:
@@ -355,10 +402,12 @@ class Stepper:
             sink(report)
         if is_exhausted:
             with torch.enable_grad():
-                self._promote_or_stop(closure, bad)
+                self._promote_or_stop(closure, bad or list(gradients), self.num_steps)
         return report
 
-    def _apply(self, gradients: list[torch.Tensor], divisor: torch.Tensor | float, found: torch.Tensor) -> bool | None:
+    def _apply(
+        self, gradients: list[torch.Tensor], divisor: torch.Tensor | float, found: torch.Tensor, is_replayed: bool
+    ) -> bool | None:
         """Divide the gradients and let the optimizer step, unless ``found``.
 
         None: it is decided on the device, unread.
@@ -371,7 +420,7 @@ class Stepper:
                 self.optimizer.step()
             finally:
                 del self.optimizer.grad_scale, self.optimizer.found_inf  # type: ignore[attr-defined]
-            return found.item() == 0.0 if self._needs_verdict() else None
+            return found.item() == 0.0 if self._needs_verdict(is_replayed) else None
         if found.item() != 0.0:
             return False
         if not is_one:
@@ -379,19 +428,20 @@ class Stepper:
         self.optimizer.step()
         return True
 
-    def _needs_verdict(self) -> bool:
-        looks_at_scale = self.scale.kind == "dynamic" and self.num_steps % _CHECK_EVERY == 0
+    def _needs_verdict(self, is_replayed: bool) -> bool:
+        looks_at_scale = self.scale.kind == "dynamic" and self.num_steps % _CHECK_EVERY == 0 and not is_replayed
         gates = self.scheduler is not None or self.on_applied is not None
         return gates or looks_at_scale or bool(self._statistics) or self._window.nonfinite_share is not None
-
-    def _why(self, loss: float, norm: float) -> str:
-        if not math.isfinite(loss):
-            return f"the loss is {loss}: a fault of the forward pass or the data, which no loss scale mends"
-        return f"the gradient norm is {norm}"
 
     def _clear_window(self) -> None:
         self._take_gradients()
         self._window = _Window()
+
+    def _drop_window(self) -> None:
+        """Go back to where the window began."""
+        self._statistics.restore()
+        self.region.release()
+        self._clear_window()
 
     # State.
 
@@ -407,12 +457,14 @@ class Stepper:
             "num_steps": self.num_steps,
             "unit": self._unit,
             "scale": self.scale.state_dict(),
+            "promoted": list(self._promoted),
             "window": {
                 "num_micro_batches": window.num_micro_batches,
                 "loss_sum": window.loss_sum,
                 "count": window.count,
                 "num_replays": window.num_replays,
                 "nonfinite_share": window.nonfinite_share,
+                "statistics": self._statistics.state_dict() if window.num_micro_batches else {},
                 "gradients": {
                     names[p]: p.grad.clone()
                     for group in self.optimizer.param_groups
@@ -425,9 +477,10 @@ class Stepper:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state``. A loss scale of another kind, or gradients of other parameters, are refused."""
         try:
-            window = dict(state["window"])
-            gradients = window.pop("gradients")
-            numbers = {name: state[name] for name in ("num_steps", "unit", "scale")}
+            sums = dict(state["window"])
+            gradients, statistics = sums.pop("gradients"), sums.pop("statistics")
+            window = _Window(**sums)
+            numbers = {name: state[name] for name in ("num_steps", "unit", "scale", "promoted")}
         except (KeyError, TypeError):
             raise HalfstepError(
                 "a state without the keys of Stepper.state_dict()",
@@ -443,15 +496,27 @@ class Stepper:
                     "Load the state into the model that it was saved with.",
                 )
         self.scale.load_state_dict(numbers["scale"])
+        for module in numbers["promoted"]:
+            if (module, "fp32") not in self.policy.modules:
+                self.region.promote(module)
+        self._promoted = list(numbers["promoted"])
         self.num_steps, self._unit = numbers["num_steps"], numbers["unit"]
         self.region.release()
         self._clear_window()
-        self._window = _Window(**window)
+        self._window = window
+        self._statistics.load_state_dict(statistics)
         for name, gradient in gradients.items():
             parameters[name].grad = gradient.to(parameters[name].device, copy=True)
 
 
-def _check_parameters(model: nn.Module, optimizer: Optimizer) -> None:
+def _check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise HalfstepError(
+            f"optimizer {type(optimizer).__name__}",
+            "its step evaluates the loss several times, and a window has one gradient",
+            "Use an optimizer whose step() takes no closure, such as AdamW.",
+        )
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -476,6 +541,33 @@ def _takes_found_inf(optimizer: Optimizer) -> bool:
     return supports and all(group.get("fused") for group in optimizer.param_groups)
 
 
+@contextmanager
+def _dropping_gradients(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+    """A backward pass that keeps no gradient of ``parameters``: each is dropped when it is made."""
+
+    def drop(parameter: torch.Tensor) -> None:
+        parameter.grad = None
+
+    handles = [p.register_post_accumulate_grad_hook(drop) for p in parameters]  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _why(count: float | torch.Tensor, loss: float, norm: float) -> str:
+    if not count:
+        return "the count is 0: there is nothing to take the mean of"
+    if not math.isfinite(loss):
+        return f"the loss is {loss}: a fault of the forward pass or the data, which no loss scale mends"
+    return f"the gradient norm is {norm}"
+
+
+def _not_finite(norm: torch.Tensor) -> torch.Tensor:
+    return (norm - norm).ne(0).float()  # 0 - 0 for a number, but inf - inf and NaN - NaN are NaN, and so 1
+
+
 def _norms(gradients: Iterable[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
     """The 2-norm of each gradient and of all together, on the device."""
     norms = torch._foreach_norm(list(gradients))
@@ -494,6 +586,10 @@ def _add(sums: dict[torch.Tensor, torch.Tensor], gradients: dict[torch.Tensor, t
     if both:
         torch._foreach_add_([sums[p] for p in both], [gradients[p] for p in both])
     sums.update({p: g for p, g in gradients.items() if p not in sums})
+
+
+def _kind(value: object) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
 
 
 def _over(value: torch.Tensor, divisor: torch.Tensor | float) -> torch.Tensor:
