@@ -20,8 +20,10 @@ class Contender:
     prepare: Callable[[], object] = nothing
 
 
-def measure(contenders: Mapping[str, Contender], rounds: int, calls: int = 1, warm_up: int = 3) -> dict[str, list[float]]:
-    """Milliseconds a call. Every round has ``calls`` of each contender, so that a slow phase of the machine hits all."""
+def measure(
+    contenders: Mapping[str, Contender], rounds: int, calls: int = 1, warm_up: int = 3
+) -> dict[str, list[float]]:
+    """Milliseconds a call. Every round has ``calls`` of each contender, so that a slow phase hits all of them."""
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for number in range(-warm_up, rounds):
         # Turning the order round cancels what one contender leaves in the caches for the next.

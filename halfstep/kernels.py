@@ -26,7 +26,7 @@ class Kernels:
     def acquire(self) -> None:
         """Begin to use the kernels; every call needs its :meth:`release`."""
         if self._library is None:
-            self._library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+            self._library = torch.library.Library("aten", "IMPL")
             try:
                 self._fill(self)
             except BaseException:
@@ -43,7 +43,7 @@ class Kernels:
 
     def _take_out(self) -> None:
         assert self._library is not None
-        self._library._destroy()  # type: ignore[no-untyped-call]
+        self._library._destroy()
         self._library = None
         self._names.clear()
 
@@ -55,7 +55,7 @@ class Kernels:
         with warnings.catch_warnings():
             # torch says once that a kernel is overridden, which is the purpose.
             warnings.simplefilter("ignore")
-            self._library.impl(  # type: ignore[no-untyped-call]
+            self._library.impl(
                 name.removeprefix("aten::"), kernel, self.key, with_keyset=True, allow_override=True
             )
         self._names.add(name)

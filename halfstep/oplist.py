@@ -86,11 +86,12 @@ def check_rules(rules: Iterable[tuple[str, str]]) -> None:
 
 
 def _overloads(base: str) -> list[str]:
-    """The functional overloads of an aten operation."""
+    """The functional overloads of an aten operation. TorchScript knows some more, which the dispatcher has not."""
     packet = getattr(torch.ops.aten, base, None)
     if not isinstance(packet, torch._ops.OpOverloadPacket):
         return []
     names = [f"aten::{base}" + ("" if name == "default" else f".{name}") for name in packet.overloads()]
+    names = [name for name in names if torch._C._dispatch_has_kernel(name)]
     return [name for name in names if not any(r.alias_info for r in overload(name)._schema.returns)]
 
 

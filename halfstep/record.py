@@ -45,6 +45,7 @@ class _Call:
         self.output: str | None = None
         self.grad_output: str | None = None
         self.grad_input: str | None = None
+        self.is_reached = False  # by the backward pass; of a checkpoint's two calls, one is not
 
 
 def find_producer(
@@ -62,9 +63,10 @@ def find_producer(
 
     def look(tensor: torch.Tensor, call: _Call, field: str) -> None:
         def at_gradient(gradient: torch.Tensor) -> None:
+            call.is_reached = True
             setattr(call, field, getattr(call, field) or _kind(gradient))
 
-        handles.append(tensor.register_hook(at_gradient))  # type: ignore[no-untyped-call]
+        handles.append(tensor.register_hook(at_gradient))
 
     def watch(name: str, module: nn.Module) -> None:
         def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -117,7 +119,7 @@ def _backward_producer(model: nn.Module, finished: list[_Call]) -> Producer | No
     modules = dict(model.named_modules())
     made: dict[str, str] = {}
     carried: list[_Call] = []
-    for call in reversed(finished):
+    for call in reversed([call for call in finished if call.is_reached]):
         weights = _kind([p.grad for p in modules[call.module].parameters(recurse=False) if p.grad is not None])
         if call.grad_output:
             carried.append(call)

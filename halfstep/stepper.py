@@ -201,7 +201,7 @@ class Stepper:
         if loss.dtype in (torch.float16, torch.bfloat16):
             loss = loss.float()  # 2^16 is beyond fp16
         with self.region.backward():
-            loss.backward(start.to(loss.dtype))  # type: ignore[no-untyped-call]
+            loss.backward(start.to(loss.dtype))
 
     def _accumulate(self, loss: torch.Tensor) -> None:
         """Backward into the sums in ``.grad``. One that fails midway leaves them mixed, so the window begins anew."""
@@ -297,7 +297,12 @@ class Stepper:
         self._drop_window()
         who = f"; {producer}" if producer else ""
         module = producer.module if producer and producer.is_module else names[0].rpartition(".")[0]
-        cure = f"Keep that module in fp32 (policy '{self.policy} module:{module}=fp32'), or use" if module else "Use"
+        if (module, "fp32") in self.policy.modules:
+            cure = f"{module} is in fp32 already: keep what it gets its input from in fp32 too, or use"
+        elif module:
+            cure = f"Keep that module in fp32 (policy '{self.policy} module:{module}=fp32'), or use"
+        else:
+            cure = "Use"
         raise ScaleExhausted(
             f"the loss scale at its floor of {self.policy.scale.floor:g}, step {step}",
             f"the gradient of {_and_more(names)} is still not finite{who}",
@@ -413,7 +418,11 @@ class Stepper:
         None: it is decided on the device, unread.
         """
         is_one = isinstance(divisor, float) and divisor == 1.0
-        if _takes_found_inf(self.optimizer):
+        is_fused = _takes_found_inf(self.optimizer)
+        # torch's fused SGD takes uninitialised memory for the momentum of a first step that it skips.
+        if (not is_fused or _begins_momentum(self.optimizer)) and found.item() != 0.0:
+            return False
+        if is_fused:
             self.optimizer.grad_scale = None if is_one else torch.as_tensor(divisor, device=found.device)  # type: ignore[attr-defined]
             self.optimizer.found_inf = found  # type: ignore[attr-defined]
             try:
@@ -421,8 +430,6 @@ class Stepper:
             finally:
                 del self.optimizer.grad_scale, self.optimizer.found_inf  # type: ignore[attr-defined]
             return found.item() == 0.0 if self._needs_verdict(is_replayed) else None
-        if found.item() != 0.0:
-            return False
         if not is_one:
             torch._foreach_div_(gradients, divisor)
         self.optimizer.step()
@@ -548,7 +555,7 @@ def _dropping_gradients(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
     def drop(parameter: torch.Tensor) -> None:
         parameter.grad = None
 
-    handles = [p.register_post_accumulate_grad_hook(drop) for p in parameters]  # type: ignore[no-untyped-call]
+    handles = [p.register_post_accumulate_grad_hook(drop) for p in parameters]
     try:
         yield
     finally:
@@ -566,6 +573,16 @@ def _why(count: float | torch.Tensor, loss: float, norm: float) -> str:
 
 def _not_finite(norm: torch.Tensor) -> torch.Tensor:
     return (norm - norm).ne(0).float()  # 0 - 0 for a number, but inf - inf and NaN - NaN are NaN, and so 1
+
+
+def _begins_momentum(optimizer: Optimizer) -> bool:
+    """Whether this is the first step of an SGD with momentum."""
+    return isinstance(optimizer, torch.optim.SGD) and any(
+        parameter.grad is not None and optimizer.state.get(parameter, {}).get("momentum_buffer") is None
+        for group in optimizer.param_groups
+        if group["momentum"]
+        for parameter in group["params"]
+    )
 
 
 def _norms(gradients: Iterable[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Strict tests: one thread, so that bits and times do not depend on the machine's load, and nothing left switched on."""
+"""Strict tests: one thread, so that bits and times do not depend on the load, and nothing left switched on."""
 
 import pytest
 import torch

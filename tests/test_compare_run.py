@@ -1,4 +1,4 @@
-"""Training under several policies: same start, same data, same bits; what is measured; what a failure and Ctrl-C leave."""
+"""Training under several policies: the same start, data and bits; what is measured; what a failure leaves."""
 
 import math
 
@@ -34,7 +34,7 @@ def test_policies_start_from_the_same_weights_and_data():
 def test_report_of_three_policies():
     report, trials = compare(load("mlp"), ["fp32", "bf16", "fp16"], steps=6, seeds=3)
     assert [(t.policy, t.seed) for t in trials] == [(p, s) for s in range(3) for p in ("fp32", "bf16", "fp16")]
-    assert [p.verdict.word for p in report.policies][0] == "reference"
+    assert report.policies[0].verdict.word == "reference"
     assert all(p.steps_applied == 18 and p.steps_skipped == 0 for p in report.policies)
     assert report.policies[2].scale_last == 65536
     assert all(t.samples_per_s > 0 for t in trials)
@@ -84,10 +84,10 @@ def test_interrupt_keeps_what_has_ended():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (dict(policies=["fp32"], steps=0, seeds=1), "steps=0"),
-        (dict(policies=["fp32"], steps=1, seeds=0), "seeds=0"),
-        (dict(policies=[], steps=1, seeds=1), "no policies"),
-        (dict(policies=["fp32", "tf32"], steps=1, seeds=1), "cannot compute tf32"),
+        ({"policies": ["fp32"], "steps": 0, "seeds": 1}, "steps=0"),
+        ({"policies": ["fp32"], "steps": 1, "seeds": 0}, "seeds=0"),
+        ({"policies": [], "steps": 1, "seeds": 1}, "no policies"),
+        ({"policies": ["fp32", "tf32"], "steps": 1, "seeds": 1}, "cannot compute tf32"),
     ],
 )
 def test_wrong_calls_are_refused_before_anything_runs(arguments, message):
@@ -115,7 +115,7 @@ def test_live_bytes_follow_a_storage_from_birth_to_death():
 
 
 def test_live_mib_has_a_closed_form():
-    """One linear layer without bias, plain SGD: at the peak weight, gradient, input, output and its gradient are live."""
+    """One linear layer without bias, plain SGD: at the peak its weight and gradient are live, and the output's."""
 
     def workload(seed):
         model = nn.Linear(512, 256, bias=False)

@@ -136,7 +136,9 @@ def test_a_value_that_fits_is_cast_to_its_nearest_neighbour(name):
     format, numbers = FORMATS[name], grid(name)
     values = torch.from_numpy(probes(numbers))
     cast = values.to(format.dtype).double()
-    for value, got, nearest in zip(values.tolist(), cast.tolist(), rounded(values.double().numpy(), numbers), strict=True):
+    for value, got, nearest in zip(
+        values.tolist(), cast.tolist(), rounded(values.double().numpy(), numbers), strict=True
+    ):
         if format.fits(value):
             assert got == nearest
         else:

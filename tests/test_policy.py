@@ -229,14 +229,22 @@ REFUSALS = [
     ("fp16 scale.init=-2", "scale.init=-2: .* power of two", "fp16 scale.init=2"),
     ("fp16 scale.init=nan", "scale.init=nan: .* power of two", "fp16 scale.init=2"),
     ("fp16 scale.ceiling=inf", "scale.ceiling=inf: .* power of two", "fp16 scale.ceiling=16777216"),
-    (f"fp16 scale.ceiling={2.0**128}", "scale.ceiling=3.40282e.38: .* that fp32 holds", f"fp16 scale.ceiling={2.0**127}"),
+    (
+        f"fp16 scale.ceiling={2.0**128}",
+        "scale.ceiling=3.40282e.38: .* that fp32 holds",
+        f"fp16 scale.ceiling={2.0**127}",
+    ),
     (f"fp16 scale.floor={2.0**-127}", "scale.floor=5.87747e-39: .* that fp32 holds", f"fp16 scale.floor={2.0**-126}"),
     ("fp16 scale.growth=1", "scale.growth=1: it is out of range. Keep growth > 1", "fp16 scale.growth=2"),
     ("fp16 scale.growth=0.5", "scale.growth=0.5: it is out of range", "fp16 scale.growth=4"),
     ("fp16 scale.backoff=1", "scale.backoff=1: it is out of range", "fp16 scale.backoff=0.25"),
     ("fp16 scale.interval=0", "scale.interval=0: it is out of range", "fp16 scale.interval=1"),
     ("fp16 scale.hysteresis=0", "scale.hysteresis=0: it is out of range", "fp16 scale.hysteresis=1"),
-    ("fp16 scale.floor=131072", "scale.init=65536: it is out of range. .* floor <= init <= ceiling", "fp16 scale.floor=65536"),
+    (
+        "fp16 scale.floor=131072",
+        "scale.init=65536: it is out of range. .* floor <= init <= ceiling",
+        "fp16 scale.floor=65536",
+    ),
     ("fp16 scale.ceiling=32768", "scale.init=65536: it is out of range", "fp16 scale.ceiling=65536"),
     (
         "fp16 scale.hysteresis=2",
@@ -419,9 +427,7 @@ def test_what_was_asked_for_is_what_is_in_effect():
 
 def test_auto_keeps_its_rules_and_settings():
     policy, _ = resolve("auto module:a=fp32 op:exp=fp32 on_overflow=skip on_exhausted=promote", T4)
-    assert policy == replace(
-        Policy.parse("fp16 module:a=fp32 op:exp=fp32"), on_overflow="skip", on_exhausted="promote"
-    )
+    assert policy == replace(Policy.parse("fp16 module:a=fp32 op:exp=fp32"), on_overflow="skip", on_exhausted="promote")
     policy, _ = resolve("auto tf32=on", A100)
     assert policy == Policy("bf16", tf32=True)
 

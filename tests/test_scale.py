@@ -27,7 +27,8 @@ SETTINGS = {
     "very patient": LossScale("dynamic", init=2.0**12, interval=4, hysteresis=5, floor=2.0**3),
     "patient at interval 1": LossScale("dynamic", init=2.0**12, interval=1, hysteresis=3),
     "pinned": LossScale("dynamic", init=8.0, floor=8.0, ceiling=8.0, interval=2),
-    "the ends of fp32": LossScale("dynamic", init=1.0, floor=2.0**-126, ceiling=2.0**127, interval=1, growth=2.0**60),
+    "the top of fp32": LossScale("dynamic", init=2.0**125, ceiling=2.0**127, interval=1),
+    "the bottom of fp32": LossScale("dynamic", init=2.0**-120, floor=2.0**-126, backoff=2.0**-60, interval=1),
 }
 
 
@@ -66,14 +67,15 @@ def test_random_verdicts_give_the_twins_sequence(name, share_bad):
         assert is_power_of_two(value), step
         assert settings.floor <= value <= settings.ceiling, step
         state = scale.state_dict()
-        assert (state["num_clean"], state["num_overflows"]) == (twin.num_clean, twin.num_overflows), step
+        assert state["num_clean"] == twin.num_clean, step
+        # Without hysteresis nobody asks for this count, and it is not kept.
+        assert settings.hysteresis == 1 or state["num_overflows"] == twin.num_overflows, step
 
 
 def test_the_defaults_give_the_sequence_of_gradscaler():
-    # 30 overflows and three times 2000 clean steps in a row; the floor is never reached.
+    # Two overflows at once, 2000 clean steps in a row, then a few more overflows; the floor is never reached.
     draw = random.Random(1)
-    verdicts = [False] * 6100 + [draw.random() < 0.02 for _ in range(500)]
-    verdicts[0] = verdicts[1] = verdicts[2100] = True
+    verdicts = [True] * 2 + [False] * 2010 + [draw.random() < 0.02 for _ in range(300)]
     weight = torch.zeros(1, requires_grad=True)
     optimizer = torch.optim.SGD([weight], lr=0.0)
     scaler = torch.amp.GradScaler("cpu")
@@ -85,7 +87,7 @@ def test_the_defaults_give_the_sequence_of_gradscaler():
         scaler.step(optimizer)
         scaler.update()
         scale.update(BAD if bad else CLEAN)
-    assert 2.0 < scale.value.item() < 2.0**18
+    assert 2.0 < scale.value.item() < 2.0**15
 
 
 @pytest.mark.parametrize("backoff", [0.5, 0.125, 2.0**-12])

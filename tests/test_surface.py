@@ -1,4 +1,4 @@
-"""What users rely on is written down here: public names, flags, policy settings, record keys. A change is a decision."""
+"""What users rely on is written down here: public names, flags, settings, record keys. A change is a decision."""
 
 import dataclasses
 import inspect

@@ -20,9 +20,9 @@ class LiveBytes(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
-        self.now = 0
-        self.peak = 0
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now: int = 0
+        self.peak: int = 0
         self._sizes: dict[int, int] = {}
 
     def count(self, tensors: Iterable[torch.Tensor]) -> None:

@@ -80,7 +80,7 @@ def run_trial(
     peak_memory_mib: float | None = None,
     progress: Progress = lambda policy, seed: None,
 ) -> Trial:
-    """Train one policy from one seed for ``steps`` windows. An exhausted loss scale ends the trial and is kept in it."""
+    """Train one policy from one seed for ``steps`` windows. An exhausted loss scale ends the trial, and it says so."""
     with _deterministic(hardware):
         workload = source(seed)
         stepper = make_stepper(workload, policy, hardware)

@@ -1,0 +1,152 @@
+"""Documentation is held by tests: its code runs, its links and maps are true, and what users set has its page."""
+
+import dataclasses
+import re
+import runpy
+import shlex
+from pathlib import Path
+
+import pytest
+
+from halfstep import events, policy
+from halfstep.cli import app, run
+from halfstep.workload import Workload, load
+from halfstep.workloads import BUILT_IN
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
+NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+COMMANDS = [command.callback.__name__ for command in app.registered_commands]
+
+
+def blocks(page, language):
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.S | re.M)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_python_of_a_page_runs(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    namespace = {"__name__": "__main__"}
+    for block in blocks(page, "python"):
+        exec(compile(block, str(page), "exec"), namespace)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_toml_of_a_page_is_a_policy(page, tmp_path):
+    for block in blocks(page, "toml"):
+        file = tmp_path / "policy.toml"
+        file.write_text(block)
+        assert policy.Policy.parse(str(file))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_commands_of_a_page_exist(page):
+    makefile = (ROOT / "Makefile").read_text()
+    for block in blocks(page, "console"):
+        for line in block.splitlines():
+            if not line.startswith("$ "):
+                continue
+            program, *arguments = shlex.split(line[2:], comments=True)
+            assert program in {"make", "halfstep", "pip", "python"}, line
+            if program == "make":
+                assert f"\n{arguments[0]}:" in makefile, line
+            if program == "halfstep":
+                assert arguments[0] in COMMANDS, line
+                flags = [word for word in arguments if word.startswith("--")]
+                known = help_of(arguments[0])
+                assert all(flag in known for flag in flags), line
+
+
+def help_of(command):
+    registered = next(c for c in app.registered_commands if c.callback.__name__ == command)
+    text = {"--json"} if "json_file" in registered.callback.__annotations__ else set()
+    for name in registered.callback.__annotations__:
+        text.add("--" + name.removesuffix("_file").replace("_", "-"))
+    return text
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_links_of_a_page_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
+        if "://" not in target:
+            assert (page.parent / target).exists(), target
+
+
+def test_readme_commands_that_take_seconds_do_what_they_say(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    ran = []
+    for block in blocks(ROOT / "README.md", "console"):
+        for line in block.splitlines():
+            words = shlex.split(line[2:], comments=True)
+            if words[0] != "halfstep":
+                continue
+            if words[1] == "compare":
+                words += ["--steps", "2", "--seeds", "1"]  # the last one given counts
+            assert run(words[1:]) == 0, capsys.readouterr()
+            ran.append(words[1])
+    assert ran == ["doctor", "compare", "new", "compare"]
+    assert (tmp_path / "mine.html").stat().st_size > 1_000_000
+
+
+def test_map_of_the_readme_is_the_disk():
+    (block,) = blocks(ROOT / "README.md", "text")
+    folder = ROOT
+    for line in block.splitlines():
+        name = line.split()[0]
+        if not line.startswith(" "):
+            folder = ROOT / name
+            assert folder.exists(), name
+        else:
+            assert (folder / name).exists(), name
+
+
+def test_everything_that_users_set_has_its_page():
+    docs = {page.name: page.read_text() for page in PAGES}
+    for command in COMMANDS:
+        assert f"`halfstep {command}" in docs["index.md"]
+    for field in dataclasses.fields(policy.Policy):
+        word = {"modules": "module:PATTERN", "ops": "op:NAME"}.get(field.name, field.name)
+        assert word in docs["policy.md"], field.name
+    for field in dataclasses.fields(policy.LossScale):
+        assert f"scale.{field.name}" in docs["policy.md"], field.name
+    for name in (*policy.COMPUTE, *policy.PRESETS, *policy.ON_OVERFLOW, *policy.ON_EXHAUSTED):
+        assert f"`{name}`" in docs["policy.md"], name
+    for field in dataclasses.fields(Workload):
+        assert field.name in docs["workload.md"], field.name
+    for name in BUILT_IN:
+        assert name in docs["workload.md"], name
+    report = events.StepReport(1, lambda: (1.0, 1.0, 1.0, 0.0), lambda loss, norm: "")
+    for key in report.to_dict():
+        assert f"`{key}`" in docs["step.md"], key
+    index = docs["index.md"]
+    for page in (ROOT / "docs").glob("*.md"):
+        assert page.name == "index.md" or f"({page.name})" in index, page.name
+
+
+def test_defaults_in_the_policy_page_are_the_defaults():
+    text = (ROOT / "docs" / "policy.md").read_text()
+    plain = policy.LossScale()
+    for setting, value in (
+        ("scale.init", plain.init),
+        ("scale.growth`, `scale.backoff", f"{plain.growth:g}, {plain.backoff:g}"),
+        ("scale.interval", plain.interval),
+        ("scale.floor`, `scale.ceiling", f"{plain.floor:g}, {plain.ceiling:.0f}"),
+        ("scale.hysteresis", plain.hysteresis),
+    ):
+        shown = f"{value:g}" if isinstance(value, float) else str(value)
+        assert re.search(rf"`{re.escape(setting)}` \| {re.escape(shown)} \|", text), setting
+
+
+@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
+def test_examples_run(example, capsys):
+    runpy.run_path(str(example), run_name="__main__")
+    out = capsys.readouterr().out
+    expected = {"train.py": "accuracy 0.9", "tokens.py": "step 20: loss 0.0", "no_closure.py": "the same bits: True"}
+    assert expected[example.name] in out
+
+
+def test_workloads_say_their_defaults():
+    for name in BUILT_IN:
+        source = load(name)
+        assert source.default_steps
+        assert source.default_seeds
