@@ -120,7 +120,7 @@ def _row(index: int, policy: PolicyReport) -> str:
 
 
 def _reason(index: int, policy: PolicyReport) -> str:
-    return f"<dt>{_swatch(index)}{escape(policy.policy)}</dt><dd>{escape(policy.verdict.reason)}</dd>"
+    return f"<dt>{_swatch(index)}{escape(policy.policy)}</dt><dd>{escape(policy.reason)}</dd>"
 
 
 def _swatch(index: int) -> str:

@@ -54,10 +54,16 @@ class PolicyReport:
     scale_max: float | None
     scale_last: float | None
     verdict: Verdict
+    why: str = "as asked for"
 
     @property
     def num_diverged(self) -> int:
         return sum(not math.isfinite(value) for value in self.values)
+
+    @property
+    def reason(self) -> str:
+        """The reason of the verdict, and how the policy came to run as it did where there is something to say."""
+        return self.verdict.reason if self.why == "as asked for" else f"{self.verdict.reason} It ran {self.why}."
 
     @property
     def asked_and_ran(self) -> str:
@@ -164,7 +170,7 @@ class CompareReport:
         console.print(Text(f"{self.facts}\n"))
         console.print(self._table())
         for policy in self.policies:
-            console.print(Text(f"{policy.policy}: ", style="bold") + Text(policy.verdict.reason), soft_wrap=True)
+            console.print(Text(f"{policy.policy}: ", style="bold") + Text(policy.reason), soft_wrap=True)
 
     def __str__(self) -> str:
         log = Console(file=StringIO(), width=200, color_system=None, force_terminal=False, highlight=False)
@@ -265,6 +271,7 @@ def _summarize(name: str, arm: Sequence[Trial], reference: Sequence[Trial], verd
         scale_max=max(scales, default=None),
         scale_last=median_low(ends) if (ends := [trial.scales[-1] for trial in arm if trial.scales]) else None,
         verdict=verdict,
+        why=arm[0].why,
     )
 
 

@@ -120,6 +120,7 @@ def run_trial(
         stopped=stopped,
         peak_memory_mib=peak_memory_mib,
         samples_per_s=samples / seconds if samples else None,
+        why=stepper.info.reason,
     )
 
 

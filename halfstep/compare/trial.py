@@ -15,7 +15,7 @@ TAIL = 0.1
 class Trial:
     """One policy trained from one seed.
 
-    policy:    the text asked for. effective: the text of what really ran.
+    policy:    the text asked for. effective: the text of what really ran. why: how it came to that, and through what.
     steps:     windows asked for; a trial that stopped has fewer losses.
     losses:    the true loss of every window that ran, in order; NaN and inf stay as they are.
     scales, applied, replays: of the same windows: the loss scale, whether the weights moved, how often it was replayed.
@@ -36,6 +36,7 @@ class Trial:
     stopped: str | None = None
     peak_memory_mib: float | None = None
     samples_per_s: float | None = None
+    why: str = "as asked for"
 
     def __post_init__(self) -> None:
         lengths = {len(self.losses), len(self.scales), len(self.applied), len(self.replays)}

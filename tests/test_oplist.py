@@ -1,0 +1,612 @@
+"""Each operation of CUDA's autocast lists, called on CPU tensors in a region of ours; and op rules."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from halfstep import cpu16, oplist
+from halfstep.errors import HalfstepError
+from halfstep.hardware import Hardware
+from halfstep.region import Region
+
+CPU = Hardware.of("cpu", "plain CPU")
+AMX = Hardware.of("cpu", "CPU with AMX", features=["amx_bf16", "amx_fp16"])
+LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+FULL, DOUBLE = torch.float32, torch.float64
+aten = torch.ops.aten
+
+
+class Tensors:
+    """Tensors with values in (0.1, 0.9), where every operation is defined; their dtypes take turns."""
+
+    def __init__(self, *dtypes):
+        self.dtypes = itertools.cycle(dtypes)
+        self.generator = torch.Generator().manual_seed(0)
+
+    def __call__(self, *shape):
+        values = torch.rand(*shape, generator=self.generator) * 0.8 + 0.1
+        return values.to(next(self.dtypes))
+
+
+LABELS = torch.tensor([0, 2, 1])
+SIGNS = torch.tensor([1, -1, 1])
+
+# Overload to its arguments. The last one is a dict where there are keywords.
+CALLS = {
+    # low
+    "_convolution": lambda t: (t(2, 3, 5), t(4, 3, 3), t(4), [1], [0], [1], False, [0], 1, False, False, True, True),
+    "_convolution.deprecated": lambda t: (t(2, 3, 5), t(4, 3, 3), t(4), [1], [0], [1], False, [0], 1, False, False, True),
+    "convolution": lambda t: (t(2, 3, 5), t(4, 3, 3), t(4), [1], [0], [1], False, [0], 1),
+    "conv1d": lambda t: (t(2, 3, 5), t(4, 3, 3), t(4)),
+    "conv2d": lambda t: (t(2, 3, 5, 5), t(4, 3, 3, 3), t(4)),
+    "conv3d": lambda t: (t(2, 3, 5, 5, 5), t(4, 3, 3, 3, 3), t(4)),
+    "conv_tbc": lambda t: (t(5, 2, 3), t(3, 3, 4), t(4)),
+    "conv_transpose1d": lambda t: (t(2, 3, 5), t(3, 4, 3), t(4)),
+    "conv_transpose2d.input": lambda t: (t(2, 3, 5, 5), t(3, 4, 3, 3), t(4)),
+    "conv_transpose3d.input": lambda t: (t(2, 3, 3, 3, 3), t(3, 4, 2, 2, 2), t(4)),
+    "prelu": lambda t: (t(2, 3), t(3)),
+    "addmm": lambda t: (t(2, 4), t(2, 3), t(3, 4)),
+    "addmv": lambda t: (t(2), t(2, 3), t(3)),
+    "addr": lambda t: (t(2, 3), t(2), t(3)),
+    "addbmm": lambda t: (t(2, 4), t(5, 2, 3), t(5, 3, 4)),
+    "baddbmm": lambda t: (t(5, 2, 4), t(5, 2, 3), t(5, 3, 4)),
+    "bmm": lambda t: (t(5, 2, 3), t(5, 3, 4)),
+    "mm": lambda t: (t(2, 3), t(3, 4)),
+    "mv": lambda t: (t(2, 3), t(3)),
+    "matmul": lambda t: (t(5, 2, 3), t(3, 4)),
+    "linear": lambda t: (t(2, 3), t(4, 3), t(4)),
+    "einsum": lambda t: ("ij,jk->ik", [t(2, 3), t(3, 4)]),
+    "chain_matmul": lambda t: ([t(2, 3), t(3, 4), t(4, 5)],),
+    "linalg_multi_dot": lambda t: ([t(2, 3), t(3, 4), t(4, 5)],),
+    "linalg_vecdot": lambda t: (t(2, 3), t(2, 3)),
+    "lstm_cell": lambda t: (t(2, 3), [t(2, 4), t(2, 4)], t(16, 3), t(16, 4), t(16), t(16)),
+    "gru_cell": lambda t: (t(2, 3), t(2, 4), t(12, 3), t(12, 4), t(12), t(12)),
+    "rnn_tanh_cell": lambda t: (t(2, 3), t(2, 4), t(4, 3), t(4, 4), t(4), t(4)),
+    "rnn_relu_cell": lambda t: (t(2, 3), t(2, 4), t(4, 3), t(4, 4), t(4), t(4)),
+    "scaled_dot_product_attention": lambda t: (t(1, 2, 5, 4), t(1, 2, 5, 4), t(1, 2, 5, 4)),
+    # fp32
+    **{
+        name: lambda t: (t(3, 4),)
+        for name in (
+            "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan softplus nuclear_norm pdist"
+        ).split()
+    },
+    "pow.Tensor_Scalar": lambda t: (t(3), 3),
+    "pow.Tensor_Tensor": lambda t: (t(3), t(3)),
+    "pow.Scalar": lambda t: (2, t(3)),
+    "layer_norm": lambda t: (t(3, 4), [4], t(4), t(4)),
+    "native_layer_norm": lambda t: (t(3, 4), [4], t(4), t(4), 1e-5),
+    "rms_norm": lambda t: (t(3, 4), [4], t(4)),
+    "group_norm": lambda t: (t(3, 4, 2), 2, t(4), t(4)),
+    "frobenius_norm.dim": lambda t: (t(3, 4), [0, 1]),
+    "nuclear_norm.dim": lambda t: (t(3, 4), [0, 1]),
+    "cosine_similarity": lambda t: (t(3, 4), t(3, 4)),
+    "poisson_nll_loss": lambda t: (t(3), t(3), True, False, 1e-8, 1),
+    "cosine_embedding_loss": lambda t: (t(3, 4), t(3, 4), SIGNS),
+    "nll_loss": lambda t: (t(3, 4), LABELS),
+    "nll_loss2d": lambda t: (t(1, 4, 3, 1), LABELS.view(1, 3, 1)),
+    "hinge_embedding_loss": lambda t: (t(3), SIGNS),
+    "kl_div": lambda t: (t(3, 4), t(3, 4)),
+    "l1_loss": lambda t: (t(3, 4), t(3, 4)),
+    "smooth_l1_loss": lambda t: (t(3, 4), t(3, 4)),
+    "huber_loss": lambda t: (t(3, 4), t(3, 4)),
+    "mse_loss": lambda t: (t(3, 4), t(3, 4)),
+    "margin_ranking_loss": lambda t: (t(3), t(3), SIGNS),
+    "multilabel_margin_loss": lambda t: (t(3), LABELS),
+    "soft_margin_loss": lambda t: (t(3), t(3)),
+    "triplet_margin_loss": lambda t: (t(3, 4), t(3, 4), t(3, 4)),
+    "multi_margin_loss": lambda t: (t(3, 4), LABELS),
+    "binary_cross_entropy_with_logits": lambda t: (t(3), t(3)),
+    "dist": lambda t: (t(3), t(3)),
+    "cdist": lambda t: (t(3, 4), t(2, 4)),
+    "renorm": lambda t: (t(3, 4), 2, 0, 0.5),
+    "logsumexp": lambda t: (t(3, 4), [1]),
+    "norm.Scalar": lambda t: (t(3, 4), 2),
+    "norm.ScalarOpt_dim": lambda t: (t(3, 4), 2, [1]),
+    "upsample_nearest1d": lambda t: (t(1, 2, 3), [6]),
+    "_upsample_nearest_exact1d": lambda t: (t(1, 2, 3), [6]),
+    "upsample_nearest2d": lambda t: (t(1, 2, 3, 3), [6, 6]),
+    "_upsample_nearest_exact2d": lambda t: (t(1, 2, 3, 3), [6, 6]),
+    "upsample_nearest3d": lambda t: (t(1, 2, 3, 3, 3), [6, 6, 6]),
+    "_upsample_nearest_exact3d": lambda t: (t(1, 2, 3, 3, 3), [6, 6, 6]),
+    "upsample_linear1d": lambda t: (t(1, 2, 3), [6], False),
+    "upsample_bilinear2d": lambda t: (t(1, 2, 3, 3), [6, 6], False),
+    "_upsample_bilinear2d_aa": lambda t: (t(1, 2, 3, 3), [6, 6], False),
+    "upsample_trilinear3d": lambda t: (t(1, 2, 3, 3, 3), [6, 6, 6], False),
+    "upsample_bicubic2d": lambda t: (t(1, 2, 3, 3), [6, 6], False),
+    "_upsample_bicubic2d_aa": lambda t: (t(1, 2, 3, 3), [6, 6], False),
+    # set_dtype
+    "prod": lambda t: (t(3, 4),),
+    "prod.dim_int": lambda t: (t(3, 4), 1),
+    "softmax.int": lambda t: (t(3, 4), 1),
+    "log_softmax.int": lambda t: (t(3, 4), 1),
+    "cumprod": lambda t: (t(3, 4), 1),
+    "cumsum": lambda t: (t(3, 4), 1),
+    "linalg_vector_norm": lambda t: (t(3, 4), 2),
+    "linalg_matrix_norm": lambda t: (t(3, 4), 1),
+    "linalg_matrix_norm.str_ord": lambda t: (t(3, 4), "fro"),
+    "sum": lambda t: (t(3, 4),),
+    "sum.dim_IntList": lambda t: (t(3, 4), [1]),
+    # promote
+    "addcdiv": lambda t: (t(3), t(3), t(3)),
+    "addcmul": lambda t: (t(3), t(3), t(3)),
+    "atan2": lambda t: (t(3), t(3)),
+    "bilinear": lambda t: (t(2, 3), t(2, 4), t(5, 3, 4), t(5)),
+    "cross": lambda t: (t(2, 3), t(2, 3)),
+    "dot": lambda t: (t(3), t(3)),
+    "vdot": lambda t: (t(3), t(3)),
+    "grid_sampler": lambda t: (t(1, 2, 3, 3), t(1, 2, 2, 2), 0, 0, False),
+    "index_put": lambda t: (t(3), [LABELS], t(3)),
+    "tensordot": lambda t: (t(2, 3), t(3, 4), [1], [0]),
+    "scatter_add": lambda t: (t(3), 0, LABELS, t(3)),
+}
+
+CUDA_ONLY = {
+    "aten::_thnn_fused_lstm_cell",
+    "aten::_thnn_fused_gru_cell",
+    "aten::_scaled_dot_product_flash_attention",
+}
+LISTED = {name: kind for name, kind in oplist.cuda_lists().items() if name.removeprefix("aten::") in CALLS}
+# Operations of a dtype of their own choice, and one whose result is a number of the labels' shape.
+TAKES_DTYPE = [name for name, kind in LISTED.items() if kind == "set_dtype"]
+
+
+def call(name, arguments):
+    return oplist.overload(f"aten::{name.removeprefix('aten::')}")(*arguments)
+
+
+def tensors_of(result):
+    return [result] if isinstance(result, torch.Tensor) else [x for x in result if isinstance(x, torch.Tensor)]
+
+
+def widest(kind, dtypes, low):
+    """What CUDA autocast makes of inputs of these dtypes."""
+    if kind == "low":
+        return low
+    if kind == "promote":
+        return FULL if FULL in dtypes else low
+    return FULL
+
+
+def cast(value, dtype):
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    return [cast(item, dtype) for item in value] if isinstance(value, list) else value
+
+
+# ---- the lists
+
+
+def test_the_table_covers_the_lists():
+    missing = oplist.cuda_lists().keys() - LISTED.keys() - CUDA_ONLY - {"aten::binary_cross_entropy"}
+    # A newer torch may list a few more; they are then to be added above.
+    assert len(LISTED) >= 110
+    assert len(missing) <= 4, missing
+    kinds = [list(LISTED.values()).count(kind) for kind in ("low", "fp32", "set_dtype", "promote")]
+    assert all(count >= 10 for count in kinds)
+
+
+def test_the_lists_hold_what_the_documentation_of_cuda_says():
+    lists = oplist.cuda_lists()
+    assert lists["aten::mm"] == lists["aten::scaled_dot_product_attention"] == "low"
+    assert lists["aten::exp"] == lists["aten::layer_norm"] == lists["aten::norm.Scalar"] == "fp32"
+    assert lists["aten::softmax.int"] == lists["aten::sum"] == "set_dtype"
+    assert lists["aten::addcmul"] == lists["aten::index_put"] == "promote"
+    assert lists["aten::binary_cross_entropy"] == "banned"
+    assert not {"aten::embedding", "aten::native_batch_norm", "aten::gelu", "aten::cross_entropy_loss"} & lists.keys()
+
+
+def test_every_listed_overload_is_one_of_this_torch():
+    assert all(oplist.overload(name) is not None for name in oplist.cuda_lists())
+    assert oplist.overload("aten::softmax.nothing") is None
+    assert oplist.overload("aten::nothing") is None
+
+
+def test_a_torch_without_the_header_is_refused_and_nothing_stays_behind(monkeypatch):
+    monkeypatch.setattr(oplist, "_HEADER", "include/ATen/nothing.h")
+    oplist.cuda_lists.cache_clear()
+    try:
+        for _ in range(2):
+            with pytest.raises(HalfstepError, match=r"torch .* without include/ATen/nothing\.h: .* official wheel"):
+                Region(nn.Linear(2, 2), "bf16", CPU)
+        assert oplist.kernels("cpu")._num_users == 0
+    finally:
+        monkeypatch.undo()
+        oplist.cuda_lists.cache_clear()
+    with Region(nn.Linear(2, 2), "bf16", CPU):
+        assert torch.exp(torch.ones(2).bfloat16()).dtype == FULL
+
+
+# ---- every operation, in every mixture of inputs
+
+MIXTURES = {"16 bit": ["low"], "fp32": [FULL], "16 bit first": ["low", FULL, "low"], "fp32 first": [FULL, "low"]}
+
+
+@pytest.fixture(scope="module", params=["bf16", "fp16"])
+def region(request):
+    return Region(nn.Linear(2, 2), request.param, CPU)
+
+
+@pytest.mark.parametrize("mixture", MIXTURES)
+@pytest.mark.parametrize("name", LISTED)
+def test_the_format_of_an_operation_is_cudas(name, mixture, region):
+    kind, low = LISTED[name], LOW[region.policy.compute]
+    make = Tensors(*[low if dtype == "low" else dtype for dtype in MIXTURES[mixture]])
+    arguments = CALLS[name.removeprefix("aten::")](make)
+    given = [x.dtype for x in torch.utils._pytree.tree_leaves(arguments) if isinstance(x, torch.Tensor)]
+    expected = widest(kind, given, low)
+    with region:
+        results = tensors_of(call(name, arguments))
+        with torch.autocast("cpu", enabled=False):
+            # set_dtype leaves the input as it is and asks for the sum in fp32.
+            plain = tensors_of(call(name, [cast(x, expected) for x in arguments]))
+    assert [x.dtype for x in results] == [expected] * len(results)
+    assert all(torch.equal(a, b) for a, b in zip(results, plain, strict=True))
+
+
+@pytest.mark.parametrize("name", LISTED)
+def test_double_is_left_alone(name, region):
+    arguments = CALLS[name.removeprefix("aten::")](Tensors(DOUBLE))
+    with region:
+        results = tensors_of(call(name, arguments))
+    assert all(x.dtype == DOUBLE for x in results)
+
+
+@pytest.mark.parametrize("name", TAKES_DTYPE)
+def test_a_dtype_that_the_caller_gives_is_kept(name, region):
+    low = LOW[region.policy.compute]
+    arguments = CALLS[name.removeprefix("aten::")](Tensors(low))
+    positional = "softmax" in name
+    for dtype in (low, DOUBLE, FULL):
+        with region:
+            op = oplist.overload(name)
+            result = op(*arguments, dtype) if positional else op(*arguments, dtype=dtype)
+        assert result.dtype == dtype
+    with region:
+        assert oplist.overload(name)(*arguments, dtype=None).dtype == FULL
+
+
+@pytest.mark.parametrize("name", ["exp", "sum", "softmax.int", "mm", "addcmul"])
+def test_gradients_come_back_in_the_format_of_the_input(name, region):
+    for dtype in (LOW[region.policy.compute], FULL):
+        arguments = CALLS[name](Tensors(dtype))
+        leaves = [x.requires_grad_() for x in arguments if isinstance(x, torch.Tensor)]
+        with region:
+            result = call(name, arguments)
+        with region.backward():
+            grads = torch.autograd.grad(result.float().sum(), leaves)
+        assert all(grad.dtype == dtype and torch.isfinite(grad).all() for grad in grads)
+
+
+USERS_CALLS = {
+    "F.softmax": (lambda x: F.softmax(x, -1), FULL),
+    "F.softmax to 16 bit": (lambda x: F.softmax(x, -1, dtype=torch.float16), torch.float16),
+    "x.sum": (lambda x: x.sum(-1, keepdim=True), FULL),
+    "x.mean": (lambda x: x.mean(), "same"),
+    "x ** 2": (lambda x: x**2, FULL),
+    "2 ** x": (lambda x: 2**x, FULL),
+    "1 / x": (lambda x: 1 / x, FULL),
+    "x @ x.T": (lambda x: x @ x.T, "low"),
+    "F.gelu": (F.gelu, "same"),
+    "F.dropout": (lambda x: F.dropout(x, 0.5), "same"),
+    "F.embedding": (lambda x: F.embedding(LABELS, x), "same"),
+    "F.batch_norm": (lambda x: F.batch_norm(x, None, None, training=True), "same"),
+    "F.conv2d padded same": (lambda x: F.conv2d(x[None, None], x[None, None, :3, :3], padding="same"), "low"),
+    "F.cross_entropy": (lambda x: F.cross_entropy(x, LABELS), FULL),
+    "F.normalize": (lambda x: F.normalize(x), "promoted"),
+    "F.interpolate": (lambda x: F.interpolate(x[None], scale_factor=2), FULL),
+    "torch.cat with fp32": (lambda x: torch.cat([x, torch.ones(1, 3)]), FULL),
+    "torch.stack": (lambda x: torch.stack([x, x]), "same"),
+    "torch.linalg.norm": (lambda x: torch.linalg.norm(x), FULL),
+    "x.norm": (lambda x: x.norm(), FULL),
+    "torch.norm of fp32": (lambda x: torch.norm(x, dtype=torch.float64), DOUBLE),
+    "F.max_pool3d": (lambda x: F.max_pool3d(x[None, None], 1), "same"),
+    "F.pad": (lambda x: F.pad(x[None], (1, 1), "reflect"), "same"),
+    "F.grid_sample": (lambda x: F.grid_sample(x[None, None], x[None, :, :2, None].mT), "same"),
+}
+
+
+@pytest.mark.parametrize("dtype", ["low", FULL], ids=str)
+@pytest.mark.parametrize("name", USERS_CALLS)
+def test_what_a_user_writes(name, dtype, region):
+    function, expected = USERS_CALLS[name]
+    low = LOW[region.policy.compute]
+    dtype = low if dtype == "low" else dtype
+    with region:
+        result = function(Tensors(dtype)(3, 3))
+    assert result.dtype == {"same": dtype, "low": low, "promoted": FULL}.get(expected, expected)
+
+
+def test_cross_entropy_takes_its_log_softmax_in_16_bit_as_cuda_does(region):
+    # The documentation lists it as float32. Only logits cast to float first are.
+    low = LOW[region.policy.compute]
+    logits = (torch.randn(64, 1000, generator=torch.Generator().manual_seed(0)) * 4).to(low)
+    labels = torch.arange(64)
+    with region:
+        lossy, exact = F.cross_entropy(logits, labels), F.cross_entropy(logits.float(), labels)
+    rounded = -torch.log_softmax(logits, -1)[torch.arange(64), labels].float().mean()
+    assert lossy.dtype == FULL
+    assert torch.equal(lossy, rounded)
+    assert lossy != exact
+
+
+# ---- refused, as on CUDA
+
+
+def test_binary_cross_entropy_is_refused_with_advice(region):
+    p, y = torch.rand(4), torch.ones(4)
+    for function in (F.binary_cross_entropy, nn.BCELoss()):
+        with (
+            pytest.raises(HalfstepError, match=r"^binary_cross_entropy .* Use binary_cross_entropy_with_logits") as caught,
+            region,
+        ):
+            function(p, y)
+        assert "module rule" in str(caught.value)
+    # What the advice names works.
+    with region:
+        assert F.binary_cross_entropy_with_logits(p, y).dtype == FULL
+        with torch.autocast("cpu", enabled=False):
+            F.binary_cross_entropy(p, y)
+    F.binary_cross_entropy(p, y)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Sigmoid(), Loss()))
+    with Region(model, f"{region.policy.compute} module:1=fp32", CPU):
+        assert model(torch.rand(4)).dtype == FULL
+
+
+class Loss(nn.Module):
+    def forward(self, p):
+        return F.binary_cross_entropy(p, torch.ones_like(p))
+
+
+# ---- plain autocast is torch's own, with and without us
+
+
+def everything(dtype, context):
+    results = []
+    for name in LISTED:
+        for given in ((dtype,), (FULL,), (FULL, dtype)):
+            arguments = CALLS[name.removeprefix("aten::")](Tensors(*given))
+            try:
+                with context():
+                    results += tensors_of(call(name, arguments))
+            except RuntimeError as error:
+                results.append(str(error).splitlines()[0])
+    x = Tensors(FULL)(3, 3)
+    with context():
+        for function, _ in USERS_CALLS.values():
+            torch.manual_seed(0)
+            results.append(function(x))
+        results += [F.avg_pool3d(x[None, None], 1), F.binary_cross_entropy(x, x), torch.linalg.inv(x)]
+        results += [torch.fft.rfft(x).real, torch.quantile(x, 0.5), torch.cat([x.to(dtype), x])]
+    return results
+
+
+def same(a, b):
+    return a == b if isinstance(a, str) else a.dtype == b.dtype and torch.equal(a, b)
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp16"])
+def test_plain_autocast_gives_the_same_bits_with_our_kernels_there(policy):
+    dtype = LOW[policy]
+
+    def plain():
+        return torch.autocast("cpu", dtype)
+
+    before = everything(dtype, plain)
+    region = Region(nn.Linear(2, 2), f"{policy} op:gelu=fp32 op:linear=fp32 op:dropout=fp32", CPU)
+    during = everything(dtype, plain)
+    assert cpu16.kernels._num_users == oplist.kernels("cpu")._num_users == 1
+    del region
+    after = everything(dtype, plain)
+    for a, b, c in zip(before, during, after, strict=True):
+        assert same(a, b)
+        assert same(a, c)
+
+
+def test_without_autocast_our_kernels_change_nothing():
+    import contextlib
+
+    before = everything(torch.bfloat16, contextlib.nullcontext)
+    region = Region(nn.Linear(2, 2), "bf16 op:exp=fp16", CPU)
+    during = everything(torch.bfloat16, contextlib.nullcontext)
+    del region
+    assert all(same(a, b) for a, b in zip(before, during, strict=True))
+
+
+def test_plain_autocast_in_another_thread_is_not_reached_by_a_region_that_is_closed():
+    import threading
+
+    dtypes = []
+
+    def work():
+        with torch.autocast("cpu", torch.bfloat16):
+            dtypes.append(F.softmax(torch.rand(3).bfloat16(), -1).dtype)
+
+    region = Region(nn.Linear(2, 2), "bf16", CPU)
+    with region:
+        pass
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert dtypes == [torch.bfloat16]
+
+
+# ---- op rules
+
+
+def in_region(policy, function, *arguments, hardware=CPU):
+    region = Region(nn.Linear(2, 2), policy, hardware)
+    with region:
+        return function(*arguments)
+
+
+RULES = [
+    ("bf16 op:softmax=fp16", lambda x: F.softmax(x, -1), torch.float16),
+    ("bf16 op:softmax=bf16", lambda x: F.softmax(x, -1), torch.bfloat16),
+    ("fp16 op:linear=fp32", lambda x: F.linear(x, x), FULL),
+    ("fp16 op:gelu=fp32", F.gelu, FULL),
+    ("fp16 op:exp=fp16", torch.exp, torch.float16),
+    ("bf16 op:conv2d=fp16", lambda x: F.conv2d(x[None, None], x[None, None]), torch.float16),
+    ("bf16 op:embedding=bf16", lambda x: F.embedding(LABELS, x.float()), torch.bfloat16),
+    ("bf16 op:sum=bf16", lambda x: x.sum(), torch.bfloat16),
+    ("bf16 op:sum=bf16", lambda x: x.sum(-1), torch.bfloat16),
+    ("bf16 op:cross_entropy_loss=fp32", lambda x: F.cross_entropy(x, LABELS), FULL),
+    ("bf16 op:cat=fp16", lambda x: torch.cat([x, x.float()]), torch.float16),
+    ("bf16 op:einsum=fp32", lambda x: torch.einsum("ij,jk", x, x), FULL),
+    ("bf16 op:mul=fp32", lambda x: x * 2.0, FULL),
+    ("bf16 op:mul=fp32", lambda x: 2.0 * x, FULL),
+    ("bf16 op:binary_cross_entropy=fp32", lambda x: F.binary_cross_entropy(x, x.float()), FULL),
+    ("bf16 op:scaled_dot_product_attention=fp32", lambda x: F.scaled_dot_product_attention(x, x, x), FULL),
+    ("bf16 op:layer_norm=bf16", lambda x: F.layer_norm(x, (3,)), torch.bfloat16),
+    ("bf16 op:lstm=fp32", lambda x: nn.LSTM(3, 2)(x)[0], FULL),
+]
+
+
+@pytest.mark.parametrize("hardware", [CPU, AMX], ids=["emulated", "native"])
+@pytest.mark.parametrize(("policy", "function", "dtype"), RULES, ids=[rule[0] for rule in RULES])
+def test_an_op_rule_decides(policy, function, dtype, hardware):
+    low = LOW[policy[:4]]
+    x = Tensors(low)(3, 3)
+    assert in_region(policy, function, x, hardware=hardware).dtype == dtype
+    assert in_region(policy, function, x.float(), hardware=hardware).dtype == dtype
+
+
+def test_a_rule_computes_in_its_format_and_not_only_its_result():
+    x = Tensors(FULL)(64, 64)
+    got = in_region("bf16 op:linear=fp32", F.linear, x, x)
+    assert torch.equal(got, F.linear(x, x))
+    got = in_region("bf16 op:gelu=fp16", F.gelu, x)
+    assert torch.equal(got, F.gelu(x.half()))
+
+
+def test_an_op_rule_leaves_double_and_other_operations_alone():
+    x = Tensors(DOUBLE)(3, 3)
+    assert in_region("bf16 op:gelu=fp32", F.gelu, x).dtype == DOUBLE
+    assert in_region("bf16 op:gelu=fp32", F.silu, x.bfloat16()).dtype == torch.bfloat16
+
+
+def test_the_later_of_two_rules_for_one_operation_decides():
+    x = Tensors(torch.bfloat16)(3, 3)
+    assert in_region("bf16 op:gelu=fp32 op:gelu=fp16", F.gelu, x).dtype == torch.float16
+
+
+def test_a_rule_acts_in_its_own_region_alone():
+    x = Tensors(torch.bfloat16)(3, 3)
+    ruled, plain = Region(nn.Linear(2, 2), "bf16 op:gelu=fp32", CPU), Region(nn.Linear(2, 2), "bf16", CPU)
+    with plain:
+        assert F.gelu(x).dtype == torch.bfloat16
+        with ruled:
+            assert F.gelu(x).dtype == FULL
+            with plain:
+                assert F.gelu(x).dtype == torch.bfloat16
+            assert F.gelu(x).dtype == FULL
+        assert F.gelu(x).dtype == torch.bfloat16
+    assert F.gelu(x).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("softmux", "softmax"),
+        ("layernorm", "layer_norm"),
+        ("relu_", "relu"),  # an operation in place cannot change the format of what it writes to
+        ("softmax.int", "softmax"),
+        ("name", None),
+        ("__class__", None),
+        ("qqqqqqqq", None),
+        ("append", None),  # TorchScript's, on lists
+    ],
+)
+def test_an_unknown_operation_is_refused_with_the_names_that_come_near(name, near):
+    with pytest.raises(HalfstepError, match=f"op rule '{name}': torch has no aten operation of this name") as caught:
+        Region(nn.Linear(2, 2), f"bf16 op:{name}=fp32", CPU)
+    if near:
+        assert near in caught.value.fix.removeprefix("Did you mean ").removesuffix("?").split(", ")
+    assert oplist.kernels("cpu")._num_users == 0
+
+
+class Net(nn.Module):
+    """A bit of everything that training code does."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.conv, self.norm = nn.Embedding(10, 8), nn.Conv1d(8, 8, 3, padding=1), nn.LayerNorm(8)
+        self.batch_norm, self.qkv, self.head = nn.BatchNorm1d(8), nn.Linear(8, 24), nn.Linear(8, 10)
+        self.attention, self.lstm = nn.MultiheadAttention(8, 2, batch_first=True), nn.LSTM(8, 8, batch_first=True)
+        self.gru, self.dropout = nn.GRU(8, 8, batch_first=True), nn.Dropout(0.1)
+
+    def forward(self, ids, labels):
+        x = self.embedding(ids)
+        x = self.batch_norm((x + self.conv(x.mT).mT).mT).mT
+        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
+        scores = (q / 2.0 @ k.mT * 0.5).masked_fill(torch.ones(5, 5).triu(1).bool(), -1e4)
+        x = x + F.softmax(scores, -1) @ v + F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.attention(x, x, x, need_weights=False)[0] + self.lstm(x)[0] + self.gru(x)[0]
+        x = F.gelu(x) * 2 + 1 - 0.5
+        x = torch.where(x > 0, x, 0.1 * x)
+        x = torch.cat([torch.maximum(x, torch.tensor(0.01)) ** 2, x.float()], -1)[..., :8]
+        x += 1
+        logits = self.head(self.dropout(x.abs().pow(0.5)))
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return loss + F.binary_cross_entropy_with_logits(logits, torch.ones_like(logits)) + logits.logsumexp(-1).mean()
+
+
+OFTEN_RULED = (
+    "add addmm baddbmm bmm cat clamp conv1d convolution cross_entropy_loss div dropout embedding exp gelu gru index "
+    "layer_norm linear log_softmax logsumexp lstm masked_fill matmul maximum mean mm mul native_layer_norm neg nll_loss "
+    "pow rsqrt scaled_dot_product_attention sigmoid silu softmax split sub sum tanh to transpose view where"
+).split()
+
+
+@pytest.mark.parametrize("format", ["fp32", "fp16"])
+def test_any_rule_leaves_a_model_that_trains(format):
+    torch.manual_seed(0)
+    model, ids, labels = Net(), torch.randint(10, (2, 5)), torch.randint(10, (2, 5))
+    ruled = []
+    for name in OFTEN_RULED:
+        region = None
+        try:
+            region = Region(model, f"bf16 op:{name}={format}", CPU)
+        except HalfstepError:
+            continue
+        ruled.append(name)
+        model.zero_grad()
+        with region:
+            loss = model(ids, labels)
+        with region.backward():
+            loss.backward()
+        assert torch.isfinite(loss)
+        assert all(torch.isfinite(p.grad).all() for p in model.parameters())
+    # Views such as split and transpose return what they were given and are no operations to rule.
+    assert len(ruled) >= len(OFTEN_RULED) - 6
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("hardware", [CPU, AMX], ids=["emulated", "native"])
+def test_recurrent_and_attention_modules_train_and_evaluate(policy, hardware):
+    torch.manual_seed(0)
+    model, ids, labels = Net(), torch.randint(10, (2, 5)), torch.randint(10, (2, 5))
+    region = Region(model, policy, hardware)
+    with region:
+        loss = model(ids, labels)
+    with region.backward():
+        loss.backward()
+    assert all(p.grad.dtype == FULL and torch.isfinite(p.grad).all() for p in model.parameters())
+    model.eval()
+    with region.inference():
+        low = model(ids, labels)
+    with torch.no_grad():
+        full = model(ids, labels)
+    # Some forty roundings, in a loss of a few units.
+    assert abs(low - full) <= 40 * torch.finfo(LOW.get(policy, FULL)).eps
+
+
+def test_the_module_loads_once():
+    # What is active stands in the module; a second copy of it would have its own.
+    assert sys.modules["halfstep.oplist"] is oplist
