@@ -73,14 +73,15 @@ def overload(name: str) -> Any:
 
 
 def check_rules(rules: Iterable[tuple[str, str]]) -> None:
-    """Refuse an op rule whose name torch does not know, with the names that come near."""
+    """Refuse an op rule whose name is none of an operation, or of one in place, with the names that come near."""
     for name, _ in rules:
         if not _overloads(name):
             known = {full.removeprefix("aten::").partition(".")[0] for full in torch._C._dispatch_get_all_op_names()}
-            near = ", ".join(difflib.get_close_matches(name, sorted(known), 3, 0.5))
+            close = difflib.get_close_matches(name, sorted(known), 9, 0.5)
+            near = ", ".join([other for other in close if _overloads(other)][:3])
             raise HalfstepError(
                 f"op rule {name!r}",
-                "torch has no aten operation of this name",
+                "torch has no aten operation of this name that returns a new tensor",
                 f"Did you mean {near}?" if near else "Names are those of torch.ops.aten, such as softmax or linear.",
             )
 
@@ -140,11 +141,19 @@ def _kernel(name: str, device_type: str) -> Callable[..., Any]:
         kind = "torch"
     low_dtype = torch.get_autocast_dtype
     dtype_is_positional = base in _POSITIONAL_DTYPE
+    tensor_places = [i for i, argument in enumerate(op._schema.arguments) if str(argument.type) == "Tensor"]
+
+    def skip(keyset: Any, args: Any, kwargs: Any) -> Any:
+        if any(i < len(args) and not isinstance(args[i], torch.Tensor) for i in tensor_places):
+            # The number of an x * 2.0, which a redispatch does not take for a tensor.
+            with torch._C._ExcludeDispatchKeyGuard(own_set):
+                return op(*args, **kwargs)
+        return op.redispatch(keyset & below, *args, **kwargs)
 
     def pass_on(keyset: Any, args: Any, kwargs: Any) -> Any:
         if original is not None:
             return original.call_boxed(keyset, *args, **kwargs)
-        return op.redispatch(keyset & below, *args, **kwargs)
+        return skip(keyset, args, kwargs)
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         rules = active
@@ -155,7 +164,7 @@ def _kernel(name: str, device_type: str) -> Callable[..., Any]:
             if kind == "torch":
                 return pass_on(keyset, args, kwargs)
             if kind == "none":
-                return op.redispatch(keyset & below, *args, **kwargs)
+                return skip(keyset, args, kwargs)
             if kind == "banned":
                 raise HalfstepError(
                     "binary_cross_entropy in a 16-bit region",

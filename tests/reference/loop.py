@@ -57,7 +57,7 @@ class PlainLoop:
         """Largest difference of any weight from ``model``'s, relative to the largest weight of its tensor."""
         own = dict(self.model.named_parameters())
         return max(
-            float((own[name] - p.detach().double()).abs().max() / own[name].abs().max())
+            float((own[name].detach() - p.detach().double()).abs().max() / own[name].detach().abs().max())
             for name, p in model.named_parameters()
         )
 
