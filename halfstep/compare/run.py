@@ -14,7 +14,7 @@ from halfstep.compare.report import CompareReport, check_margin
 from halfstep.compare.trial import Trial
 from halfstep.errors import HalfstepError, ScaleExhausted
 from halfstep.events import StepReport
-from halfstep.hardware import Hardware, detect
+from halfstep.hardware import detect
 from halfstep.policy import Policy, resolve
 from halfstep.stepper import Stepper
 from halfstep.workload import Source, Workload, num_samples, stream, to_device
@@ -54,13 +54,14 @@ def compare(
         resolve(policy, hardware)
     trials: list[Trial] = []
     interrupted = False
+    place = device or hardware.kind
     memory: dict[str, float] = {}
     try:
         for seed in range(seeds):
             for policy in policies:
                 if hardware.kind != "cuda" and policy not in memory:
-                    memory[policy] = live_mib(source, policy, hardware)
-                trials.append(run_trial(source, policy, seed, steps, hardware, memory.get(policy), progress))
+                    memory[policy] = live_mib(source, policy, place)
+                trials.append(run_trial(source, policy, seed, steps, place, memory.get(policy), progress))
     except KeyboardInterrupt:
         if not trials:
             raise
@@ -76,16 +77,15 @@ def run_trial(
     policy: str,
     seed: int,
     steps: int,
-    hardware: Hardware,
+    device: str,
     peak_memory_mib: float | None = None,
     progress: Progress = lambda policy, seed: None,
 ) -> Trial:
     """Train one policy from one seed for ``steps`` windows. An exhausted loss scale ends the trial, and it says so."""
-    with _deterministic(hardware):
+    is_cuda = device.startswith("cuda")
+    with _deterministic() if is_cuda else contextlib.nullcontext():
         workload = source(seed)
-        stepper = make_stepper(workload, policy, hardware)
-        device = stepper.region.device
-        is_cuda = device.type == "cuda"
+        stepper = make_stepper(workload, policy, device)
         if is_cuda:
             torch.cuda.reset_peak_memory_stats(device)
         reports: list[StepReport] = []
@@ -98,11 +98,13 @@ def run_trial(
                 samples += num
                 progress(policy, seed)
                 if len(reports) == warm_up:
-                    _wait(device)
+                    if is_cuda:
+                        torch.cuda.synchronize(device)
                     samples, start = 0, time.perf_counter()
         except ScaleExhausted as error:
             stopped = str(error)
-        _wait(device)
+        if is_cuda:
+            torch.cuda.synchronize(device)
         seconds = time.perf_counter() - start
         evaluated = _evaluate(workload, stepper) if stopped is None else None
         if is_cuda:
@@ -124,9 +126,9 @@ def run_trial(
     )
 
 
-def make_stepper(workload: Workload, policy: str | Policy, hardware: Hardware) -> Stepper:
+def make_stepper(workload: Workload, policy: str | Policy, device: str) -> Stepper:
     """The workload's model on the device, in training mode, with its optimizer and scheduler behind a Stepper."""
-    model = workload.model.to(hardware.kind).train()
+    model = workload.model.to(device).train()
     optimizer = workload.optimizer([p for p in model.parameters() if p.requires_grad])
     return Stepper(
         model,
@@ -135,7 +137,6 @@ def make_stepper(workload: Workload, policy: str | Policy, hardware: Hardware) -
         accumulate=workload.accumulate,
         max_norm=workload.max_norm,
         scheduler=workload.scheduler(optimizer) if workload.scheduler else None,
-        hardware=hardware,
     )
 
 
@@ -151,11 +152,11 @@ def windows(workload: Workload, stepper: Stepper, steps: int) -> Iterator[tuple[
         yield report, samples
 
 
-def live_mib(source: Source, policy: str, hardware: Hardware) -> float:
+def live_mib(source: Source, policy: str, device: str) -> float:
     """Peak MiB of live tensors in a training step: weights, gradients, states, activations, casts."""
-    workload = source(0)
-    with LiveBytes() as live:
-        stepper = make_stepper(workload, policy, hardware)
+    workload, live = source(0), LiveBytes()
+    with live:
+        stepper = make_stepper(workload, policy, device)
         live.count([*stepper.model.parameters(), *stepper.model.buffers()])
         # A policy whose scale is exhausted at once has used its memory all the same.
         with contextlib.suppress(ScaleExhausted):
@@ -173,17 +174,9 @@ def _evaluate(workload: Workload, stepper: Stepper) -> float | None:
         return float(workload.evaluate(stepper.model))
 
 
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 @contextlib.contextmanager
-def _deterministic(hardware: Hardware) -> Iterator[None]:
-    """The same call gives the same losses to the bit. On CUDA that takes deterministic kernels where torch has them."""
-    if hardware.kind != "cuda":
-        yield
-        return
+def _deterministic() -> Iterator[None]:
+    """Deterministic kernels where CUDA has them, so that the same call gives the same losses to the bit."""
     saved: tuple[Any, ...] = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
