@@ -90,7 +90,7 @@ def compare(
     _need_torch()
     from halfstep.compare import compare as run
     from halfstep.compare.page import write_html
-    from halfstep.workload import load
+    from halfstep.source import load
 
     source = load(workload, **({} if data is None else {"data": data}))
     steps = steps or source.default_steps or 100

@@ -9,7 +9,7 @@ from halfstep.errors import HalfstepError
 TEMPLATE = '''\
 """My workload for halfstep: what to train, built anew from a seed.
 
-It runs as it stands, on a small model and random data. Replace the parts marked TODO with yours, then try it:
+It runs as it stands, on a small model and random data. Replace the parts marked YOURS, then try it:
 
     halfstep compare {file}
 
@@ -29,10 +29,10 @@ DEFAULT_SEEDS = 5  # how many seeds halfstep compare runs
 
 def workload(seed: int) -> halfstep.Workload:
     """Called once for each run. Python, NumPy and torch are already seeded with ``seed``."""
-    # TODO: your model, on the CPU and in fp32. halfstep moves it, and chooses the formats; call no autocast.
+    # YOURS: your model, on the CPU and in fp32. halfstep moves it, and chooses the formats; call no autocast.
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 1))
 
-    # TODO: your data. The same data for every seed, in an order that depends on the seed alone.
+    # YOURS: your data. The same data for every seed, in an order that depends on the seed alone.
     fixed = torch.Generator().manual_seed(0)
     inputs = torch.randn(640, 16, generator=fixed)
     targets = inputs[:, :4].sum(dim=1, keepdim=True)

@@ -1,9 +1,8 @@
 """A trainable thing built from a seed: model, batches, loss, optimizer.
 
-Every tool takes a Workload. A user writes one function in a file of theirs, ``def workload(seed: int) -> Workload``;
-``load("path/to/file.py:workload")``, or ``load("charlm")`` for a built-in one, makes a ``Source`` of it, which builds a
-new Workload for each seed. The same seed gives the same weights and the same batches to the bit, and on one machine
-with one number of threads the same losses.
+Every tool takes a Workload. A user writes one function in a file of theirs, ``def workload(seed: int) -> Workload``,
+and source.py finds it. The same seed gives the same weights and the same batches to the bit, and on one machine with
+one number of threads the same losses.
 """
 
 from __future__ import annotations
@@ -11,18 +10,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import difflib
-import importlib
-import importlib.util
 import inspect
 import math
 import random
-import sys
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from dataclasses import dataclass, field
-from pathlib import Path
-from types import ModuleType
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,9 +24,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset, IterableDataset
 
 from halfstep.errors import HalfstepError
-
-SIGNATURE = "def workload(seed: int) -> halfstep.Workload"
-"""What a user's function looks like."""
 
 _EXAMPLES = {
     "loss": "loss=lambda model, batch: F.cross_entropy(model(batch[0]).float(), batch[1])",
@@ -81,7 +70,7 @@ class Workload:
         norm, accumulate = self.max_norm, self.accumulate
         if norm is not None and not (_is_number(norm) and 0 < norm < math.inf):
             raise _field_error("max_norm", norm, "it is not a positive number", "Use 1.0, or None to never clip.")
-        if not _is_count(accumulate):
+        if not is_count(accumulate):
             raise _field_error("accumulate", accumulate, "it counts micro-batches", "Use a whole number from 1.")
 
 
@@ -92,7 +81,7 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _is_count(value: object) -> bool:
+def is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
@@ -143,190 +132,24 @@ def _check_function(name: str, function: object, *arguments: str) -> None:
         raise _field_error(
             name, function, f"torch's losses take outputs and targets, and this is called as {call}", fix
         )
-    signature = _signature(function)
-    if signature and not _binds(signature, *arguments):
+    signature = signature_of(function)
+    if signature and not binds(signature, *arguments):
         raise _field_error(name, function, f"it takes {signature} and is called as {call}", fix)
 
 
-def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
+def signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
     try:
         return inspect.signature(function)
     except (TypeError, ValueError):  # some built-in callables have none
         return None
 
 
-def _binds(signature: inspect.Signature, *arguments: Any, **options: Any) -> bool:
+def binds(signature: inspect.Signature, *arguments: Any, **options: Any) -> bool:
     try:
         signature.bind(*arguments, **options)
     except TypeError:
         return False
     return True
-
-
-# --- where workloads come from -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Source:
-    """Builds a Workload from a seed: ``source(seed)`` seeds every generator of random numbers, then calls ``function``.
-
-    default_steps, default_seeds: how many steps and seeds show a clear result; None where the file does not say
-    (module constants DEFAULT_STEPS and DEFAULT_SEEDS).
-    """
-
-    spec: str
-    function: Callable[..., Workload]
-    options: Mapping[str, Any] = field(default_factory=dict)
-    default_steps: int | None = None
-    default_seeds: int | None = None
-    file: Path | None = None
-
-    def __call__(self, seed: int) -> Workload:
-        seed_everything(seed)
-        with _running(self.file) if self.file else contextlib.nullcontext():
-            workload = self.function(seed, **self.options)
-        if not isinstance(workload, Workload):
-            raise HalfstepError(
-                self.spec,
-                f"it returned {'None' if workload is None else 'a value of type ' + type(workload).__name__}",
-                "End it with return halfstep.Workload(model=..., batches=..., loss=..., optimizer=...).",
-            )
-        return workload
-
-
-def load(spec: str, **options: Any) -> Source:
-    """The Source that ``spec`` names: a built-in workload, or ``path/to/file.py:function`` (``:workload`` if left out).
-
-    A file is executed once here, as ``python file.py`` would with its directory importable, but not as ``__main__``.
-    ``options`` go to the function as keyword arguments.
-    """
-    # By name, since the built-in workloads are built on this module.
-    built_in: Mapping[str, str] = importlib.import_module("halfstep.workloads").BUILT_IN
-    if spec in built_in:
-        module, name, file = importlib.import_module(built_in[spec]), "workload", None
-    else:
-        path, name = _split(spec, built_in)
-        module, file = _execute(path), path.resolve()
-    function = _function(module, name, spec)
-    _check_call(function, spec, options)
-    return Source(spec, function, options, _count(module, "DEFAULT_STEPS"), _count(module, "DEFAULT_SEEDS"), file)
-
-
-def _split(spec: str, built_in: Iterable[str]) -> tuple[Path, str]:
-    """The file and the function that ``spec`` names."""
-    head, colon, tail = spec.rpartition(":")
-    path, name = (spec, "workload") if spec.endswith(".py") or not colon else (head, tail)
-    if not path.endswith(".py"):
-        close = difflib.get_close_matches(spec, list(built_in), n=1)
-        raise HalfstepError(
-            f"workload {spec!r}",
-            f"no built-in workload has this name{_did_you_mean(close)}, and it is not a .py file",
-            f"Use one of {', '.join(built_in)}, or path/to/file.py:function.",
-        )
-    if not Path(path).is_file():
-        folder = Path(path).parent
-        names = [file.name for file in sorted(folder.glob("*.py"))] if folder.is_dir() else []
-        close = difflib.get_close_matches(Path(path).name, names, n=1)
-        why = f"there is no such file{_did_you_mean(close)}" if folder.is_dir() else f"there is no directory {folder}"
-        raise HalfstepError(f"workload file {path}", why, f"Correct the path, or start one with halfstep new {path}.")
-    return Path(path), name
-
-
-def _did_you_mean(close: list[str]) -> str:
-    return f" (did you mean {close[0]}?)" if close else ""
-
-
-def _execute(path: Path) -> ModuleType:
-    """The module in ``path``, executed anew."""
-    spec = importlib.util.spec_from_file_location(f"halfstep_workload_{path.stem}", path.resolve())
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and pickle look a class's module up here
-    with _running(path.resolve()):
-        spec.loader.exec_module(module)
-    return module
-
-
-@contextlib.contextmanager
-def _running(file: Path) -> Iterator[None]:
-    """Runs code of a user's file: its directory is importable, and what it raises becomes one HalfstepError."""
-    directory = str(file.parent)
-    sys.path.insert(0, directory)
-    try:
-        yield
-    except HalfstepError:
-        raise
-    except (Exception, SystemExit) as error:
-        message = error.msg if isinstance(error, SyntaxError) else str(error)
-        raise HalfstepError(
-            _line_at_fault(error, file),
-            f"{type(error).__name__}{': ' if message else ''}{message.rstrip('.')}",
-            "Correct that line, or install the package that it needs."
-            if isinstance(error, ImportError)
-            else "Correct that line.",
-        ) from error
-    finally:
-        with contextlib.suppress(ValueError):
-            sys.path.remove(directory)
-
-
-def _line_at_fault(error: BaseException, file: Path) -> str:
-    """``train.py line 12``: the last line on the way to ``error`` that stands in the user's file or beside it."""
-    if isinstance(error, SyntaxError) and error.filename:
-        return f"{Path(error.filename).name} line {error.lineno}"
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).parent == file.parent]
-    return f"{Path(frames[-1].filename).name} line {frames[-1].lineno}" if frames else file.name
-
-
-def _function(module: ModuleType, name: str, spec: str) -> Callable[..., Workload]:
-    found = getattr(module, name, None)
-    if found is None:
-        functions = [
-            key
-            for key, value in vars(module).items()
-            if inspect.isfunction(value) and value.__module__ == module.__name__ and not key.startswith("_")
-        ]
-        close = difflib.get_close_matches(name, functions, n=1)
-        raise HalfstepError(
-            spec,
-            f"the file has no function {name!r}{_did_you_mean(close)}; "
-            + (f"its functions are {', '.join(functions)}" if functions else "it defines no function at all"),
-            f"Name one of them after the colon, or write {SIGNATURE}.",
-        )
-    if not callable(found):
-        raise HalfstepError(
-            spec,
-            f"{name} is of type {type(found).__name__}, not a function, and every run needs a new Workload",
-            f"Write {SIGNATURE}.",
-        )
-    function: Callable[..., Workload] = found
-    return function
-
-
-def _check_call(function: Callable[..., Workload], spec: str, options: Mapping[str, Any]) -> None:
-    signature = _signature(function)
-    if signature is None or _binds(signature, 0, **options):
-        return
-    if not _binds(signature, 0):
-        raise HalfstepError(
-            spec, f"it takes {signature} and is called with the seed alone, as workload(0)", f"Write {SIGNATURE}."
-        )
-    known = list(signature.parameters)[1:]
-    unknown = [option for option in options if option not in known]
-    close = difflib.get_close_matches(unknown[0], known, n=1) if unknown else []
-    raise HalfstepError(
-        f"{spec} with option {', '.join(unknown or options)}",
-        f"it takes no such option{_did_you_mean(close)}",
-        f"Its options are {', '.join(known)}." if known else "It has no options; leave them out.",
-    )
-
-
-def _count(module: ModuleType, name: str) -> int | None:
-    value: int | None = getattr(module, name, None)
-    if value is not None and not _is_count(value):
-        raise HalfstepError(f"{name} = {value!r}", "it is not a count", "Use a whole number from 1, or leave it out.")
-    return value
 
 
 # --- what the tools do with one ------------------------------------------------------------------------------------

@@ -10,7 +10,8 @@ from halfstep.compare import compare
 from halfstep.compare.memory import LiveBytes
 from halfstep.compare.run import live_mib, run_trial
 from halfstep.errors import HalfstepError
-from halfstep.workload import Source, Workload, load
+from halfstep.source import Source, load
+from halfstep.workload import Workload
 
 CPU = "cpu"
 

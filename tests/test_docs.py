@@ -10,7 +10,8 @@ import pytest
 
 from halfstep import events, policy
 from halfstep.cli import app, run
-from halfstep.workload import Workload, load
+from halfstep.source import load
+from halfstep.workload import Workload
 from halfstep.workloads import BUILT_IN
 
 ROOT = Path(__file__).parent.parent

@@ -18,7 +18,9 @@ ROWS = [
     "region",
     "stepper",
     "workload",
-    "workloads template compare doctor",
+    "workloads",
+    "source",
+    "compare template doctor",
     "cli",
     "__main__",
 ]

@@ -10,8 +10,9 @@ import sys
 import pytest
 
 from halfstep.errors import HalfstepError
+from halfstep.source import load
 from halfstep.template import TEMPLATE, write_template
-from halfstep.workload import Workload, load, stream
+from halfstep.workload import Workload, stream
 
 
 def test_the_template_loads_and_learns_as_it_is(tmp_path):

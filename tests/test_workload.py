@@ -19,7 +19,8 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from halfstep.errors import HalfstepError
-from halfstep.workload import Workload, load, num_samples, seed_everything, stream, to_device
+from halfstep.source import load
+from halfstep.workload import Workload, num_samples, seed_everything, stream, to_device
 
 GOOD = """
 import torch

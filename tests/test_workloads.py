@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from halfstep.errors import HalfstepError
-from halfstep.workload import load, stream, to_device
+from halfstep.source import load
+from halfstep.workload import stream, to_device
 from halfstep.workloads import BUILT_IN
 
 TINY = {"charlm": {"width": 32, "depth": 1, "context": 32, "batch_size": 8}}

@@ -16,8 +16,9 @@ from halfstep.errors import HalfstepError, ScaleExhausted
 from halfstep.events import StepReport
 from halfstep.hardware import detect
 from halfstep.policy import Policy, resolve
+from halfstep.source import Source
 from halfstep.stepper import Stepper
-from halfstep.workload import Source, Workload, num_samples, stream, to_device
+from halfstep.workload import Workload, num_samples, stream, to_device
 
 WARM_UP = 0.1
 """Share of the windows, from the start, that throughput leaves out (at least one where there are two)."""
