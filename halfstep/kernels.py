@@ -55,7 +55,5 @@ class Kernels:
         with warnings.catch_warnings():
             # torch says once that a kernel is overridden, which is the purpose.
             warnings.simplefilter("ignore")
-            self._library.impl(
-                name.removeprefix("aten::"), kernel, self.key, with_keyset=True, allow_override=True
-            )
+            self._library.impl(name.removeprefix("aten::"), kernel, self.key, with_keyset=True, allow_override=True)
         self._names.add(name)

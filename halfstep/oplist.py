@@ -47,7 +47,7 @@ _POSITIONAL_DTYPE = ("softmax", "log_softmax")
 
 @functools.cache
 def cuda_lists() -> Mapping[str, str]:
-    """What CUDA autocast does with an overload such as ``aten::softmax.int``: low, fp32, set_dtype, promote or banned."""
+    """What CUDA autocast does with an overload (``aten::softmax.int``): low, fp32, set_dtype, promote or banned."""
     path = Path(torch.__file__).parent / _HEADER
     try:
         text = path.read_text(encoding="utf-8").replace("\\\n", "\n")
@@ -145,9 +145,9 @@ def _kernel(name: str, device_type: str) -> Callable[..., Any]:
 
     def skip(keyset: Any, args: Any, kwargs: Any) -> Any:
         if any(i < len(args) and not isinstance(args[i], torch.Tensor) for i in tensor_places):
-            # The number of an x * 2.0, which a redispatch does not take for a tensor.
+            # The number of an x * 2.0, which only another overload takes.
             with torch._C._ExcludeDispatchKeyGuard(own_set):
-                return op(*args, **kwargs)
+                return op.overloadpacket(*args, **kwargs)
         return op.redispatch(keyset & below, *args, **kwargs)
 
     def pass_on(keyset: Any, args: Any, kwargs: Any) -> Any:
@@ -169,7 +169,7 @@ def _kernel(name: str, device_type: str) -> Callable[..., Any]:
                 raise HalfstepError(
                     "binary_cross_entropy in a 16-bit region",
                     "its logarithm of a rounded probability overflows, and CUDA autocast refuses it too",
-                    "Use binary_cross_entropy_with_logits on the raw output, or keep the loss in fp32 by a module rule.",
+                    "Use binary_cross_entropy_with_logits on the raw output, or keep the loss in fp32 with a rule.",
                 )
             if kind == "set_dtype":
                 if _eligible(args[0], device_type):

@@ -26,6 +26,7 @@ from typing import Any, Self
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_map_only
 
 from halfstep import cpu16, oplist
@@ -134,7 +135,8 @@ class Region:
     def hold(self) -> None:
         """Keep the cast weights over this and the coming regions, until :meth:`release`. To be called before each one.
 
-        Casts of weights that were changed in place since the last call are dropped; autocast would go on using them.
+        Casts of weights that were changed in place since the last call, or by an optimizer, are dropped; autocast would
+        go on using them. A change through ``.data`` goes unseen.
         """
         if self._is_low:
             self._casts.keep(sum(parameter._version for parameter in self.model.parameters()))
@@ -145,8 +147,8 @@ class Region:
 
     def promote(self, module: str) -> None:
         """Keep ``module`` in fp32 from now on: one more module rule, as ``policy.with_module`` says it."""
-        self.policy = self.policy.with_module(module, "fp32")
         self._rules += attach_rules(self.model, ((module, "fp32"),), self.device.type, self._token)
+        self.policy = self.policy.with_module(module, "fp32")
         reason = f"{self.info.reason}; {module} was promoted to fp32 during the run"
         self.info = replace(self.info, effective=str(self.policy), reason=reason)
 
@@ -157,16 +159,23 @@ class _HeldCasts:
     def __init__(self) -> None:
         self.kept = False
         self._version = 0
+        self._hook: Any = None
 
     def keep(self, version: int) -> None:
-        stale = version != self._version if self.kept else torch.autocast_increment_nesting() > 1
-        if stale:
+        if self.kept:
+            is_stale = version != self._version
+        else:
+            is_stale = torch.autocast_increment_nesting() > 1
+            # torch's fused optimizers change weights without counting it as a version.
+            self._hook = register_optimizer_step_post_hook(lambda *_: torch.clear_autocast_cache())
+        if is_stale:
             torch.clear_autocast_cache()
         self.kept, self._version = True, version
 
     def drop(self) -> None:
         if self.kept:
             self.kept = False
+            self._hook.remove()
             if torch.autocast_decrement_nesting() == 0:
                 torch.clear_autocast_cache()
 
@@ -180,23 +189,31 @@ class ModuleRule:
 
     def __init__(self, module: nn.Module, format: str, device_type: str, token: int) -> None:
         self.module, self._token = module, token
-        forward = module.__dict__.get("forward")
-        method = getattr(forward, "halfstep_method", None)
-        # The forward of a copy, or one that somebody has wrapped with functools.wraps, only looks like ours.
-        if method is None or method() is not forward:
-            forward = module.forward = types.MethodType(_ruled(module, forward, device_type), module)
-            forward.__func__.halfstep_method = weakref.ref(forward)  # type: ignore[attr-defined]
-        self._forward: Any = forward
+        self._forward = _own_forward(module) or _wrap_forward(module, device_type)
         self._forward.rules[token] = (format in SIXTEEN_BIT, FORMATS[format].dtype)
 
     def remove(self) -> None:
         """Take the rule back, and with the last one the wrapper, unless somebody has wrapped it again since."""
         self._forward.rules.pop(self._token, None)
-        if not self._forward.rules and self.module.__dict__.get("forward") is self._forward:
+        if not self._forward.rules and _own_forward(self.module) is self._forward:
             if self._forward.wrapped is None:
                 del self.module.forward
             else:
                 self.module.forward = self._forward.wrapped
+
+
+def _own_forward(module: nn.Module) -> Any:
+    """Our wrapper, if it is the forward of ``module``: a copy's, or one inside another wrapper, only looks like it."""
+    forward = module.__dict__.get("forward")
+    method = getattr(forward, "halfstep_method", None)
+    return forward if method is not None and method() is forward else None
+
+
+def _wrap_forward(module: nn.Module, device_type: str) -> Any:
+    function: Any = _ruled(module, module.__dict__.get("forward"), device_type)
+    forward = module.forward = types.MethodType(function, module)
+    function.halfstep_method = weakref.ref(forward)
+    return forward
 
 
 def _ruled(module: nn.Module, wrapped: Any, device_type: str) -> Callable[..., Any]:
@@ -215,10 +232,13 @@ def _ruled(module: nn.Module, wrapped: Any, device_type: str) -> Callable[..., A
         is_low, dtype = rule
         if is_low:
             # It casts at its operations, as autocast does. The cache does not tell formats apart.
-            with torch.autocast(device_type, dtype=dtype, cache_enabled=dtype == _open._dtype):
-                return inner(*args, **kwargs)
-        # An fp32 module has to see fp32.
-        args, kwargs = tree_map_only(torch.Tensor, lambda tensor: _to_fp32(tensor, device_type), (args, kwargs))
+            cache = dtype == _open._dtype and torch.is_autocast_cache_enabled()
+            is_in_fp32 = not torch.is_autocast_enabled(device_type)
+            with torch.autocast(device_type, dtype=dtype, cache_enabled=cache):
+                result = inner(*args, **kwargs)
+            return _to_fp32(result, device_type) if is_in_fp32 else result
+        # What computes in fp32 has to see fp32: this module, and above what follows a 16-bit one.
+        args, kwargs = _to_fp32((args, kwargs), device_type)
         with torch.autocast(device_type, enabled=False):
             return inner(*args, **kwargs)
 
@@ -226,9 +246,12 @@ def _ruled(module: nn.Module, wrapped: Any, device_type: str) -> Callable[..., A
     return forward
 
 
-def _to_fp32(tensor: torch.Tensor, device_type: str) -> torch.Tensor:
-    floats = tensor.is_floating_point() and tensor.dtype != torch.float64
-    return tensor.float() if floats and tensor.device.type == device_type else tensor
+def _to_fp32(values: Any, device_type: str) -> Any:
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        floats = tensor.is_floating_point() and tensor.dtype != torch.float64
+        return tensor.float() if floats and tensor.device.type == device_type else tensor
+
+    return tree_map_only(torch.Tensor, cast, values)
 
 
 def _remove_all(rules: list[ModuleRule]) -> None:

@@ -24,7 +24,8 @@ class NoScale:
 
     def __init__(self, settings: LossScale, device: torch.device) -> None:
         self.settings = settings
-        self.value = torch.full((), settings.init if settings.kind != "none" else 1.0, device=device)
+        value = settings.init if settings.kind != "none" else 1.0
+        self.value = torch.full((), value, dtype=torch.float32, device=device)
 
     def update(self, found: torch.Tensor) -> None:
         """Take in the verdict of a window: ``found`` is 1.0 if its gradient was not finite, else 0.0."""
@@ -77,7 +78,7 @@ class DynamicScale(NoScale):
     def __init__(self, settings: LossScale, device: torch.device) -> None:
         super().__init__(settings, device)
         self._num_clean = torch.zeros((), dtype=torch.int32, device=device)
-        self._num_overflows = torch.zeros((), device=device)
+        self._num_overflows = torch.zeros((), dtype=torch.float32, device=device)
 
     def update(self, found: torch.Tensor) -> None:
         s = self.settings

@@ -58,7 +58,8 @@ class Stepper:
     """Mixed-precision training steps for one model and one optimizer.
 
     model:      its trainable parameters are fp32; the policy's region casts them where it computes in 16 bit.
-    optimizer:  any torch optimizer over parameters of ``model``. The stepper calls ``step`` and clears gradients.
+    optimizer:  any torch optimizer over parameters of ``model``. The stepper calls ``step`` and clears gradients, those
+                too that something else has left in them when a window begins.
     policy:     text or Policy; ``auto`` picks by the device and says why in ``stepper.info``.
     accumulate: number of micro-batches in a window, which is one optimizer step.
     max_norm:   clips the true gradient's global 2-norm to it.
@@ -69,7 +70,7 @@ class Stepper:
                 2 bytes for each parameter that meets a 16-bit operation, between micro-batches too.
 
     A scheduler, an ``on_applied`` hook, BatchNorm statistics and an optimizer without ``found_inf`` need the verdict on
-    the host, one read a window; replay needs it once a micro-batch.
+    the host, one read a window; so does the first step of an SGD with momentum. Replay needs it once a micro-batch.
     """
 
     def __init__(
@@ -86,13 +87,15 @@ class Stepper:
         keep_casts: bool = True,
         hardware: Hardware | None = None,
     ) -> None:
-        if not isinstance(accumulate, int) or accumulate < 1:
+        if not hasattr(accumulate, "__index__") or accumulate < 1:
             raise HalfstepError(f"accumulate={accumulate}", "a window holds whole micro-batches", "Use 1, 2, 3, ...")
         if max_norm is not None and not 0 < max_norm < math.inf:
             raise HalfstepError(
                 f"max_norm={max_norm}", "a norm is clipped to a positive number", "Use None to not clip."
             )
         _check_optimizer(model, optimizer)
+        if scheduler is not None:
+            _check_step("scheduler", scheduler, "Call it yourself, after a report whose 'applied' is True.")
         self.model, self.optimizer = model, optimizer
         self.accumulate, self.max_norm = accumulate, max_norm
         self.scheduler, self.on_applied, self.sinks = scheduler, on_applied, tuple(sinks)
@@ -261,7 +264,8 @@ class Stepper:
                     # The fault is in the forward pass, which no scale mends. What is not finite stays in the sums, so
                     # that the window's end skips and lowers the scale, step by step until it is exhausted.
                     break
-                kept |= {p: g for p, g in gradients.items() if p not in set(bad)}
+                missing = set(bad) if math.isfinite(loss_value) else set(gradients)
+                kept |= {p: g for p, g in gradients.items() if p not in missing}
                 del gradients
                 if at_old_scale := [*sums.values(), *kept.values()]:
                     torch._foreach_mul_(at_old_scale, factor)
@@ -296,8 +300,10 @@ class Stepper:
         names = _names(self.model, bad)
         self._drop_window()
         who = f"; {producer}" if producer else ""
-        module = producer.module if producer and producer.is_module else names[0].rpartition(".")[0]
-        if (module, "fp32") in self.policy.modules:
+        module = producer.module if producer else "".join(names[:1]).rpartition(".")[0]
+        if producer and not producer.is_module:
+            cure = "Mend it there, or use"
+        elif (module, "fp32") in self.policy.modules:
             cure = f"{module} is in fp32 already: keep what it gets its input from in fp32 too, or use"
         elif module:
             cure = f"Keep that module in fp32 (policy '{self.policy} module:{module}=fp32'), or use"
@@ -391,7 +397,8 @@ class Stepper:
         bad: list[torch.Tensor] = []
         if applied is False:
             self._statistics.restore()
-            bad = [p for p, g in gradients.items() if not math.isfinite(torch.linalg.vector_norm(g).item())]
+            norms, _ = _norms(gradients.values())
+            bad = [p for p, n in zip(gradients, norms, strict=True) if not math.isfinite(n)]
             if report.nonfinite_share is None:
                 report.nonfinite_share_if_skipped = _nonfinite_share(gradients.values())
         # Update. In a replay an exhausted scale is noticed where it happens, in the micro-batch.
@@ -516,14 +523,18 @@ class Stepper:
             parameters[name].grad = gradient.to(parameters[name].device, copy=True)
 
 
+def _check_step(what: str, has_step: Any, fix: str) -> None:
+    """``step()`` is called without arguments, which LBFGS (a closure) and ReduceLROnPlateau (a metric) need."""
+    parameters = inspect.signature(has_step.step).parameters.values()
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    needed = [name for name in needed if name != "self"]  # a scheduler wraps the step of its optimizer unbound
+    if needed:
+        why = f"its step() needs {' and '.join(needed)}, which a window does not have"
+        raise HalfstepError(f"{what} {type(has_step).__name__}", why, fix)
+
+
 def _check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise HalfstepError(
-            f"optimizer {type(optimizer).__name__}",
-            "its step evaluates the loss several times, and a window has one gradient",
-            "Use an optimizer whose step() takes no closure, such as AdamW.",
-        )
+    _check_step("optimizer", optimizer, "Use an optimizer whose step() takes one gradient, such as AdamW.")
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -587,14 +598,19 @@ def _begins_momentum(optimizer: Optimizer) -> bool:
 
 def _norms(gradients: Iterable[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
     """The 2-norm of each gradient and of all together, on the device."""
-    norms = torch._foreach_norm(list(gradients))
+    norms = torch._foreach_norm([_values(gradient) for gradient in gradients])
     return norms, torch.linalg.vector_norm(torch.stack(norms))
 
 
 def _nonfinite_share(gradients: Iterable[torch.Tensor]) -> float:
     gradients = list(gradients)
-    num_bad = sum(int((~torch.isfinite(gradient)).sum()) for gradient in gradients)
+    num_bad = sum(int((~torch.isfinite(_values(gradient))).sum()) for gradient in gradients)
     return num_bad / sum(gradient.numel() for gradient in gradients)
+
+
+def _values(gradient: torch.Tensor) -> torch.Tensor:
+    """The elements of a gradient; those that a sparse one stores."""
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
 def _add(sums: dict[torch.Tensor, torch.Tensor], gradients: dict[torch.Tensor, torch.Tensor]) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -11,14 +14,8 @@ from halfstep.kernels import Kernels
 from halfstep.region import Region
 
 CPU = Hardware.of("cpu", "plain CPU")
-KEYS = ["CPU", "AutocastCPU"]
 GENERATOR = torch.Generator().manual_seed(0)
 A, B = (torch.randn(5, 5, generator=GENERATOR).bfloat16() for _ in range(2))
-
-
-def has_python_kernel(name, key):
-    """Whether the kernel of ``aten::name`` is one that Python laid there."""
-    return "python" in torch._C._dispatch_dump_table(f"aten::{name}").split(f"\n{key}: ")[1].split("\n")[0].lower()
 
 
 def double_of_mm(keyset, a, b):
@@ -136,17 +133,18 @@ def test_a_kernel_gets_keywords_and_can_raise():
 
 def fresh(code):
     """Run ``code`` in a process that has not touched halfstep yet, warnings being errors."""
-    import subprocess
-    import sys
-
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
+
+
+def num_users():
+    return cpu16.kernels._num_users, oplist.kernels("cpu")._num_users
 
 
 def test_importing_registers_nothing():
     fresh(
         "import torch\n"
-        "names = torch._C._dispatch_get_all_op_names()\n"
-        "def tables(): return [torch._C._dispatch_dump_table(n) for n in ('aten::mm', 'aten::softmax.int', 'aten::exp')]\n"
+        "names = 'aten::mm', 'aten::softmax.int', 'aten::exp'\n"
+        "def tables(): return [torch._C._dispatch_dump_table(name) for name in names]\n"
         "before = tables()\n"
         "import halfstep.region\n"
         "assert tables() == before\n"
@@ -166,7 +164,7 @@ def test_a_process_that_ends_with_a_region_open_ends_quietly():
 
 
 def test_the_last_region_takes_all_kernels_with_it():
-    names = ["mm", "convolution", "softmax.int", "exp", "gelu", "linear"]
+    names, before = ["mm", "convolution", "softmax.int", "exp", "gelu", "linear"], num_users()
     tables = [torch._C._dispatch_dump_table(f"aten::{name}") for name in names]
     model = torch.nn.Linear(2, 2)
     first = Region(model, "fp16 op:gelu=fp32 op:linear=fp32", CPU)
@@ -180,8 +178,15 @@ def test_the_last_region_takes_all_kernels_with_it():
         assert torch.nn.functional.gelu(A).dtype == torch.bfloat16
     del second
     assert [torch._C._dispatch_dump_table(f"aten::{name}") for name in names] == tables
-    assert cpu16.kernels._num_users == 0
-    assert oplist.kernels("cpu")._num_users == 0
+    assert num_users() == before == (0, 0)
+
+
+def test_torchs_own_kernels_of_the_low_list_stay_since_they_cache_casts():
+    names = ["linear", "matmul", "conv2d"]
+    before = [torch._C._dispatch_dump_table(f"aten::{name}") for name in names]
+    region = Region(torch.nn.Linear(2, 2), "bf16", CPU)
+    assert [torch._C._dispatch_dump_table(f"aten::{name}") for name in names] == before
+    assert region.policy.compute == "bf16"
 
 
 def test_an_fp32_region_needs_no_kernels():
@@ -193,9 +198,8 @@ def test_an_fp32_region_needs_no_kernels():
 
 
 def test_a_region_that_could_not_be_made_releases_what_it_took():
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    model, before = torch.nn.Sequential(torch.nn.Linear(2, 2)), num_users()
     for policy in ("bf16 module:head=fp32", "bf16 op:softmux=fp32"):
-        with pytest.raises(ValueError, match="head|softmux"):
+        with pytest.raises(ValueError, match=r"head|softmux"):
             Region(model, policy, CPU)
-    assert cpu16.kernels._num_users == 0
-    assert oplist.kernels("cpu")._num_users == 0
+    assert num_users() == before

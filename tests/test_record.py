@@ -40,7 +40,7 @@ class Net(nn.Module):
 
 
 def net():
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     return Net()
 
 
@@ -291,7 +291,7 @@ def test_a_checkpointed_block_is_searched_too(reentrant, where):
 
 
 def test_an_in_place_layer_changes_nothing():
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(inplace=True), Gate(), nn.Linear(8, 1))
     find(model)
     gradients = [p.grad.clone() for p in model.parameters()]

@@ -73,21 +73,26 @@ def test_random_verdicts_give_the_twins_sequence(name, share_bad):
 
 
 def test_the_defaults_give_the_sequence_of_gradscaler():
-    # Two overflows at once, 2000 clean steps in a row, then a few more overflows; the floor is never reached.
+    """Overflows, 2000 clean steps in a row of which the first 1900 are in the states they begin with, overflows."""
     draw = random.Random(1)
-    verdicts = [True] * 2 + [False] * 2010 + [draw.random() < 0.02 for _ in range(300)]
+    verdicts = [False] * 120 + [True] * 2 + [draw.random() < 0.05 for _ in range(150)]
     weight = torch.zeros(1, requires_grad=True)
     optimizer = torch.optim.SGD([weight], lr=0.0)
     scaler = torch.amp.GradScaler("cpu")
+    scaler.load_state_dict(scaler.state_dict() | {"_growth_tracker": 1900})
     scaler.scale(weight.sum())  # its tensors come into being with the first use
     scale = make_scale(LossScale("dynamic"), CPU)
+    scale.load_state_dict(scale.state_dict() | {"num_clean": 1900})
+    values = []
     for step, bad in enumerate(verdicts):
-        assert scale.value.item() == scaler.get_scale(), step
+        values.append(scale.value.item())
+        assert values[-1] == scaler.get_scale(), step
         weight.grad = torch.full((1,), math.inf if bad else 1.0)
         scaler.step(optimizer)
         scaler.update()
         scale.update(BAD if bad else CLEAN)
-    assert 2.0 < scale.value.item() < 2.0**15
+    assert (values[99], values[100]) == (2.0**16, 2.0**17)
+    assert 1.0 < min(values) < 2.0**12  # it went down, and not to the floor
 
 
 @pytest.mark.parametrize("backoff", [0.5, 0.125, 2.0**-12])

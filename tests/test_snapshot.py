@@ -28,7 +28,7 @@ def assert_equal(left, right):
 
 def test_restore_repeats_the_draws_and_can_be_done_twice():
     state = RandomState(CPU)
-    torch.manual_seed(3)
+    torch.default_generator.manual_seed(3)
     torch.randn(5)
     state.save()
     first = [torch.randn(7), torch.rand(3), torch.randperm(9), nn.functional.dropout(torch.ones(50))]
@@ -41,7 +41,7 @@ def test_restore_repeats_the_draws_and_can_be_done_twice():
 def test_restore_keeps_the_half_of_a_pair_of_normals_that_is_still_to_come():
     """randn of an odd number on the CPU leaves one normal in the generator's cache, which belongs to the state."""
     state = RandomState(CPU)
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     torch.randn(1)
     state.save()
     first = torch.randn(1), torch.randn(3)
@@ -105,7 +105,7 @@ MODELS = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_forward_pass_with_a_nan_is_undone_to_the_bit(name):
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     model = MODELS[name]()
     dtype = next(model.buffers()).dtype
     model(torch.randn(6, 4, dtype=dtype))

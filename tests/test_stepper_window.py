@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import random
 from pathlib import Path
@@ -14,6 +15,7 @@ from reference.loop import PlainLoop
 from torch import nn
 
 import halfstep.stepper
+from halfstep.region import Region
 from halfstep.stepper import Stepper
 
 OPTIMIZERS = {
@@ -24,11 +26,20 @@ OPTIMIZERS = {
     "adamw fused": lambda groups: torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1, fused=True),
 }
 SCALED = ["fp32", "fp32 scale=static scale.init=4096", "fp32 scale=dynamic on_overflow=skip", "fp32 scale=dynamic"]
+FEW = ["fp32", "fp32 scale=dynamic"]
 ROUNDING = 2e-5  # 20 steps of a few hundred fp32 operations, each within 6e-8
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _kernels_stay():
+    """One region that lives as long as the file, so that not every test lays the CPU's kernels anew."""
+    region = Region(nn.Linear(1, 1), "bf16")
+    yield
+    del region
+
+
 def net():
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
 
 
@@ -122,14 +133,14 @@ def train(cuts, count=len, policy="fp32", optimizer="sgd", indices=range(24), ac
     model = net()
     stepper = Stepper(model, OPTIMIZERS[optimizer](settings_of(optimizer, model)[0]), policy, accumulate=accumulate)
     bounds = [0, *cuts, len(indices)]
-    for low, high in zip(bounds, bounds[1:], strict=False):
+    for low, high in itertools.pairwise(bounds):
         batch = list(indices)[low:high]
         assert stepper.step(lambda b=batch: (loss_sum(model, b), count(b))) is None
     report = stepper.flush()
     return [p.detach() for p in model.parameters()], report
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw fused"])
 @pytest.mark.parametrize("policy", SCALED)
 @pytest.mark.parametrize("cuts", [[8, 16], [1], [23], [1, 2, 3, 20], list(range(1, 24))])
 def test_however_it_is_cut_a_window_equals_one_big_batch(cuts, policy, optimizer):
@@ -160,7 +171,7 @@ COUNTS = {
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw fused"])
-@pytest.mark.parametrize("policy", SCALED)
+@pytest.mark.parametrize("policy", FEW)
 @pytest.mark.parametrize("kind", COUNTS)
 def test_a_count_may_be_any_kind_of_number(kind, policy, optimizer):
     weights, report = train([3, 4, 11], COUNTS[kind], policy, optimizer)
@@ -231,7 +242,7 @@ def test_flush_of_nothing_is_none():
 # --- nothing to count ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw fused"])
 @pytest.mark.parametrize("policy", SCALED)
 @pytest.mark.parametrize("as_tensor", [False, True])
 @pytest.mark.parametrize("empty", [0, 1, 2])
@@ -247,7 +258,7 @@ def test_a_micro_batch_without_a_token_changes_nothing(empty, as_tensor, policy,
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw fused"])
 @pytest.mark.parametrize("policy", [*SCALED, "fp16", "fp16 on_overflow=skip", "fp16 on_overflow=skip scale.init=1"])
 @pytest.mark.parametrize("as_tensor", [False, True])
 def test_a_window_without_a_token_is_skipped_and_says_nothing_about_the_scale(as_tensor, policy, optimizer):

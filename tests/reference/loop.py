@@ -1,4 +1,4 @@
-"""Slow plain twin of a training step, in float64 and by hand, and a gate that spoils a step on purpose.
+"""Slow plain twin of a training step, in float64 and by hand; a gate that spoils a step; a comparison to the bit.
 
 The twin adds up the gradients of a window's sums, divides by the true count, clips by the formula, and moves the
 weights with a rule written out below. It has no scale, no autocast and no optimizer object.
@@ -78,6 +78,23 @@ def adamw(weight: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], g
     weight -= group["lr"] * group.get("weight_decay", 0.0) * weight
     m, v = state["m"] / (1 - beta1**t), state["v"] / (1 - beta2**t)
     weight -= group["lr"] * m / (v.sqrt() + 1e-8)
+
+
+def assert_same(left: Any, right: Any, path: str = "") -> None:
+    """Two states are equal: their structure, and every number in them to the bit."""
+    assert type(left) is type(right), path
+    if isinstance(left, torch.Tensor):
+        assert left.dtype == right.dtype, path
+        assert torch.equal(left, right), path
+    elif isinstance(left, dict):
+        assert left.keys() == right.keys(), path
+        for key in left:
+            assert_same(left[key], right[key], f"{path}/{key}")
+    elif isinstance(left, (list, tuple)):
+        for i, (a, b) in enumerate(zip(left, right, strict=True)):
+            assert_same(a, b, f"{path}/{i}")
+    else:
+        assert left == right, path
 
 
 class Gate(nn.Module):

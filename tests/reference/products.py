@@ -4,9 +4,9 @@ A product of two 16-bit numbers is exact in float64 (22 bits of mantissa at most
 purpose: their error is 2^-29 of fp32's. So :func:`exact` is what the result would be without any rounding, and
 :func:`product` rounds it once, which is the best that a 16-bit result can be.
 
-The measure is the backward error: the distance to :func:`exact` in units of ``eps x |A||B|``. One rounding of the result
-costs 0.5 at most, whatever the sizes; K sums in fp32 add K x 2^-24 / eps (:func:`bound`). The relative error of an
-element tells nothing: where a sum cancels, it is large for a right product too.
+The measure is the backward error: the distance to :func:`exact` in units of ``eps x |A||B|``. One rounding of the
+result costs 0.5 at most, whatever the sizes; K sums in fp32 add K x 2^-24 / eps (:func:`bound`). The relative error of
+an element tells nothing: where a sum cancels, it is large for a right product too.
 """
 
 from __future__ import annotations
