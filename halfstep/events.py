@@ -25,7 +25,7 @@ class StepReport:
                  step whose verdict stayed on the device, where nobody counted.
     """
 
-    __slots__ = ("_explain", "_read", "_values", "nonfinite_share_if_skipped", "num_replays", "step")
+    __slots__ = ("_explain", "_read", "_share", "_values", "num_replays", "step")
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class StepReport:
         self.step, self.num_replays = step, num_replays
         self._read, self._explain = read, explain
         self._values: tuple[float, float, float, float] | None = None
-        self.nonfinite_share_if_skipped = nonfinite_share
+        self._share = nonfinite_share
 
     def _get(self) -> tuple[float, float, float, float]:
         if self._values is None:
@@ -69,7 +69,7 @@ class StepReport:
 
     @property
     def nonfinite_share(self) -> float | None:
-        return 0.0 if self.applied else self.nonfinite_share_if_skipped
+        return 0.0 if self.applied else self._share
 
     def to_dict(self) -> dict[str, Any]:
         names = ("step", "loss", "grad_norm", "scale", "applied", "reason", "num_replays", "nonfinite_share")

@@ -13,10 +13,9 @@ their norm, and nothing is read back to the host.
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,7 +26,18 @@ from torch.optim import Optimizer
 
 from halfstep.errors import HalfstepError, ScaleExhausted
 from halfstep.events import Overflow, RunInfo, StepReport
+from halfstep.gradients import (
+    add_gradients,
+    dropping_gradients,
+    gradients_of,
+    is_not_finite,
+    nonfinite,
+    nonfinite_share,
+    norms_of,
+    take_gradients,
+)
 from halfstep.hardware import Hardware
+from halfstep.optimizer import apply, check_optimizer, check_step
 from halfstep.policy import Policy
 from halfstep.record import Producer, find_producer
 from halfstep.region import Region
@@ -93,9 +103,9 @@ class Stepper:
             raise HalfstepError(
                 f"max_norm={max_norm}", "a norm is clipped to a positive number", "Use None to not clip."
             )
-        _check_optimizer(model, optimizer)
+        check_optimizer(model, optimizer)
         if scheduler is not None:
-            _check_step("scheduler", scheduler, "Call it yourself, after a report whose 'applied' is True.")
+            check_step("scheduler", scheduler, "Call it yourself, after a report whose 'applied' is True.")
         self.model, self.optimizer = model, optimizer
         self.accumulate, self.max_norm = accumulate, max_norm
         self.scheduler, self.on_applied, self.sinks = scheduler, on_applied, tuple(sinks)
@@ -163,7 +173,9 @@ class Stepper:
 
     def _begin_micro_batch(self) -> None:
         if self._window.num_micro_batches == 0:
-            self._take_gradients()  # what a backward pass of somebody else left there, as a GAN's other half does
+            take_gradients(
+                self.optimizer
+            )  # what a backward pass of somebody else left there, as a GAN's other half does
             self._statistics.save()
         if self._keeps_casts:
             self.region.hold()
@@ -236,25 +248,24 @@ class Stepper:
         window = self._window
         self._random_state.save()
         self._replay_statistics.save()
-        sums = self._take_gradients()
+        sums = take_gradients(self.optimizer)
         kept: dict[torch.Tensor, torch.Tensor] = {}
         try:
             while True:
                 with self.region:
                     loss, count = self._read_loss(closure())
-                with _dropping_gradients(kept):
+                with dropping_gradients(kept):
                     self._run_backward(loss)
-                gradients = self._take_gradients()
+                gradients = take_gradients(self.optimizer)
                 if not gradients:
                     break
-                norms, norm = _norms(gradients.values())
+                norms, norm = norms_of(gradients.values())
                 loss_value, norm_value = torch.stack([loss.detach().float(), norm]).tolist()
                 if math.isfinite(norm_value):
                     window.norm = norm if self.accumulate == 1 and not kept else None
                     break
-                # Where each norm is finite, their sum of squares was too large.
-                bad = [p for p, n in zip(gradients, norms, strict=True) if not math.isfinite(n)] or list(gradients)
-                window.nonfinite_share = _nonfinite_share(gradients.values())
+                bad = nonfinite(gradients, norms)
+                window.nonfinite_share = nonfinite_share(gradients.values())
                 factor = 1.0
                 if math.isfinite(loss_value):
                     factor = self.scale.back_off() or self._promote_or_stop(closure, bad, self.num_steps + 1)
@@ -273,9 +284,9 @@ class Stepper:
                 self._report_overflow(bad)
                 self._random_state.restore()
                 self._replay_statistics.restore()
-            _add(sums, kept | gradients)
+            add_gradients(sums, kept | gradients)
         except BaseException:
-            self._take_gradients()
+            take_gradients(self.optimizer)
             if self._window is window:
                 self._replay_statistics.restore()
             else:
@@ -334,7 +345,7 @@ class Stepper:
         try:
             return find_producer(self.model, forward, self._run_backward)
         finally:
-            self._take_gradients()
+            take_gradients(self.optimizer)
             self._random_state.restore()
             self._replay_statistics.restore()
 
@@ -346,22 +357,12 @@ class Stepper:
             for sink in self.sinks:
                 sink(overflow)
 
-    def _take_gradients(self) -> dict[torch.Tensor, torch.Tensor]:
-        """Move every gradient out of ``.grad``."""
-        taken = {}
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    taken[parameter] = parameter.grad
-                    parameter.grad = None
-        return taken
-
     # The window's end.
 
     @torch.no_grad()
     def _end_window(self, closure: Callable[[], Loss] | None) -> StepReport:
         window = self._window
-        gradients = {p: p.grad for g in self.optimizer.param_groups for p in g["params"] if p.grad is not None}
+        gradients = gradients_of(self.optimizer)
         if not gradients or window.loss_sum is None:
             self._drop_window()
             raise HalfstepError(
@@ -373,38 +374,40 @@ class Stepper:
         self.num_steps += 1
 
         # Unscale: the gradients are sums of loss x scale / unit, the true one is their mean over the window's count.
-        norm = _norms(gradients.values())[1] if window.norm is None else window.norm
+        scaled_norm = norms_of(gradients.values())[1] if window.norm is None else window.norm
         divisor = window.count / (self._unit or 1.0)
         if self.scale.kind != "none":
             divisor = self.scale.value * divisor
-        scaled_norm, norm = norm, _over(norm, divisor)
-        found = _not_finite(norm)
+        norm = _over(scaled_norm, divisor)
+        found = is_not_finite(norm)
         # A count of 0 makes it NaN too, which says nothing about the scale.
-        overflow = found if isinstance(window.count, float) and window.count else _not_finite(scaled_norm)
+        overflow = found if isinstance(window.count, float) and window.count else is_not_finite(scaled_norm)
         # Clip, with the formula of torch.nn.utils.clip_grad_norm_. It divides, since that rounds once.
         if self.max_norm is not None:
             divisor = ((norm + 1e-6) / self.max_norm).clamp_(min=1.0) * divisor
         numbers = torch.stack([_over(window.loss_sum, window.count), norm, self.scale.value, found])
         # Step.
-        is_replayed = self._can_replay and closure is not None
         try:
-            applied = self._apply(list(gradients.values()), divisor, found, is_replayed)
+            applied = apply(self.optimizer, list(gradients.values()), divisor, found)
         except BaseException:
             self._drop_window()
             raise
-        why = partial(_why, window.count)
-        report = StepReport(self.num_steps, numbers.tolist, why, window.num_replays, window.nonfinite_share)
+        is_replayed = self._can_replay and closure is not None
+        if applied is None and self._needs_verdict(is_replayed):
+            applied = found.item() == 0.0
         bad: list[torch.Tensor] = []
         if applied is False:
             self._statistics.restore()
-            norms, _ = _norms(gradients.values())
-            bad = [p for p, n in zip(gradients, norms, strict=True) if not math.isfinite(n)]
-            if report.nonfinite_share is None:
-                report.nonfinite_share_if_skipped = _nonfinite_share(gradients.values())
-        # Update. In a replay an exhausted scale is noticed where it happens, in the micro-batch.
-        is_exhausted = applied is False and not is_replayed and bool(overflow) and self.scale.is_exhausted()
+            if window.nonfinite_share is None:
+                window.nonfinite_share = nonfinite_share(gradients.values())
+            # In a replay an exhausted scale is noticed where it happens, in the micro-batch.
+            if not is_replayed and overflow and self.scale.is_exhausted():
+                bad = nonfinite(gradients, norms_of(gradients.values())[0])
+        # Update.
         self.scale.update(overflow)
         self._clear_window()
+        why = partial(_why, window.count)
+        report = StepReport(self.num_steps, numbers.tolist, why, window.num_replays, window.nonfinite_share)
         if applied:
             if self.scheduler is not None:
                 self.scheduler.step()
@@ -412,35 +415,10 @@ class Stepper:
                 self.on_applied(report)
         for sink in self.sinks:
             sink(report)
-        if is_exhausted:
+        if bad:
             with torch.enable_grad():
-                self._promote_or_stop(closure, bad or list(gradients), self.num_steps)
+                self._promote_or_stop(closure, bad, self.num_steps)
         return report
-
-    def _apply(
-        self, gradients: list[torch.Tensor], divisor: torch.Tensor | float, found: torch.Tensor, is_replayed: bool
-    ) -> bool | None:
-        """Divide the gradients and let the optimizer step, unless ``found``.
-
-        None: it is decided on the device, unread.
-        """
-        is_one = isinstance(divisor, float) and divisor == 1.0
-        is_fused = _takes_found_inf(self.optimizer)
-        # torch's fused SGD takes uninitialised memory for the momentum of a first step that it skips.
-        if (not is_fused or _begins_momentum(self.optimizer)) and found.item() != 0.0:
-            return False
-        if is_fused:
-            self.optimizer.grad_scale = None if is_one else torch.as_tensor(divisor, device=found.device)  # type: ignore[attr-defined]
-            self.optimizer.found_inf = found  # type: ignore[attr-defined]
-            try:
-                self.optimizer.step()
-            finally:
-                del self.optimizer.grad_scale, self.optimizer.found_inf  # type: ignore[attr-defined]
-            return found.item() == 0.0 if self._needs_verdict(is_replayed) else None
-        if not is_one:
-            torch._foreach_div_(gradients, divisor)
-        self.optimizer.step()
-        return True
 
     def _needs_verdict(self, is_replayed: bool) -> bool:
         looks_at_scale = self.scale.kind == "dynamic" and self.num_steps % _CHECK_EVERY == 0 and not is_replayed
@@ -448,7 +426,7 @@ class Stepper:
         return gates or looks_at_scale or bool(self._statistics) or self._window.nonfinite_share is not None
 
     def _clear_window(self) -> None:
-        self._take_gradients()
+        take_gradients(self.optimizer)
         self._window = _Window()
 
     def _drop_window(self) -> None:
@@ -465,7 +443,7 @@ class Stepper:
         The model, the optimizer and the scheduler keep their own. Loading it gives the same next step to the bit.
         """
         window = self._window
-        names = {parameter: name for name, parameter in self.model.named_parameters()}
+        names: dict[torch.Tensor, str] = {parameter: name for name, parameter in self.model.named_parameters()}
         return {
             "policy": str(self.policy),
             "num_steps": self.num_steps,
@@ -480,10 +458,9 @@ class Stepper:
                 "nonfinite_share": window.nonfinite_share,
                 "statistics": self._statistics.state_dict() if window.num_micro_batches else {},
                 "gradients": {
-                    names[p]: p.grad.clone()
-                    for group in self.optimizer.param_groups
-                    for p in group["params"]
-                    if window.num_micro_batches and p.grad is not None
+                    names[parameter]: gradient.clone()
+                    for parameter, gradient in gradients_of(self.optimizer).items()
+                    if window.num_micro_batches
                 },
             },
         }
@@ -523,102 +500,12 @@ class Stepper:
             parameters[name].grad = gradient.to(parameters[name].device, copy=True)
 
 
-def _check_step(what: str, has_step: Any, fix: str) -> None:
-    """``step()`` is called without arguments, which LBFGS (a closure) and ReduceLROnPlateau (a metric) need."""
-    parameters = inspect.signature(has_step.step).parameters.values()
-    needed = [p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
-    needed = [name for name in needed if name != "self"]  # a scheduler wraps the step of its optimizer unbound
-    if needed:
-        why = f"its step() needs {' and '.join(needed)}, which a window does not have"
-        raise HalfstepError(f"{what} {type(has_step).__name__}", why, fix)
-
-
-def _check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
-    _check_step("optimizer", optimizer, "Use an optimizer whose step() takes one gradient, such as AdamW.")
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            shape = f"shape {tuple(parameter.shape)}"
-            if id(parameter) not in names:
-                raise HalfstepError(
-                    f"an optimizer with a parameter of {shape}",
-                    "the model does not have it: the optimizer was built before the model was changed",
-                    "Change the model first, then build the optimizer over model.parameters().",
-                )
-            if parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16):
-                raise HalfstepError(
-                    f"parameter {names[id(parameter)]} ({shape}) in {str(parameter.dtype).removeprefix('torch.')}",
-                    "a trainable weight in 16 bit loses every update under half its last place",
-                    "Call model.float() before building the optimizer; the policy computes in 16 bit all the same.",
-                )
-
-
-def _takes_found_inf(optimizer: Optimizer) -> bool:
-    """Whether ``step`` takes ``grad_scale`` and ``found_inf`` tensors, as torch's fused optimizers do."""
-    supports = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
-    return supports and all(group.get("fused") for group in optimizer.param_groups)
-
-
-@contextmanager
-def _dropping_gradients(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-    """A backward pass that keeps no gradient of ``parameters``: each is dropped when it is made."""
-
-    def drop(parameter: torch.Tensor) -> None:
-        parameter.grad = None
-
-    handles = [p.register_post_accumulate_grad_hook(drop) for p in parameters]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 def _why(count: float | torch.Tensor, loss: float, norm: float) -> str:
     if not count:
         return "the count is 0: there is nothing to take the mean of"
     if not math.isfinite(loss):
         return f"the loss is {loss}: a fault of the forward pass or the data, which no loss scale mends"
     return f"the gradient norm is {norm}"
-
-
-def _not_finite(norm: torch.Tensor) -> torch.Tensor:
-    return (norm - norm).ne(0).float()  # 0 - 0 for a number, but inf - inf and NaN - NaN are NaN, and so 1
-
-
-def _begins_momentum(optimizer: Optimizer) -> bool:
-    """Whether this is the first step of an SGD with momentum."""
-    return isinstance(optimizer, torch.optim.SGD) and any(
-        parameter.grad is not None and optimizer.state.get(parameter, {}).get("momentum_buffer") is None
-        for group in optimizer.param_groups
-        if group["momentum"]
-        for parameter in group["params"]
-    )
-
-
-def _norms(gradients: Iterable[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-    """The 2-norm of each gradient and of all together, on the device."""
-    norms = torch._foreach_norm([_values(gradient) for gradient in gradients])
-    return norms, torch.linalg.vector_norm(torch.stack(norms))
-
-
-def _nonfinite_share(gradients: Iterable[torch.Tensor]) -> float:
-    gradients = list(gradients)
-    num_bad = sum(int((~torch.isfinite(_values(gradient))).sum()) for gradient in gradients)
-    return num_bad / sum(gradient.numel() for gradient in gradients)
-
-
-def _values(gradient: torch.Tensor) -> torch.Tensor:
-    """The elements of a gradient; those that a sparse one stores."""
-    return gradient.coalesce().values() if gradient.is_sparse else gradient
-
-
-def _add(sums: dict[torch.Tensor, torch.Tensor], gradients: dict[torch.Tensor, torch.Tensor]) -> None:
-    """Add each gradient to the sum of its parameter, in place; a parameter's first one becomes the sum."""
-    both = [p for p in gradients if p in sums]
-    if both:
-        torch._foreach_add_([sums[p] for p in both], [gradients[p] for p in both])
-    sums.update({p: g for p, g in gradients.items() if p not in sums})
 
 
 def _kind(value: object) -> str:

@@ -14,7 +14,7 @@ ROWS = [
     "hardware events",
     "policy",
     "kernels",
-    "oplist cpu16 scale record snapshot",
+    "oplist cpu16 scale record snapshot gradients optimizer",
     "region",
     "stepper",
     "workload",

@@ -1,0 +1,77 @@
+"""What the step does with gradients as a whole: norms, sums, and which of them are not finite."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+
+Gradients = dict[torch.Tensor, torch.Tensor]
+"""Parameter to its gradient."""
+
+
+def gradients_of(optimizer: torch.optim.Optimizer) -> Gradients:
+    """The gradients of an optimizer's parameters, of those that have one."""
+    return {p: p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
+
+
+def take_gradients(optimizer: torch.optim.Optimizer) -> Gradients:
+    """Move every gradient of an optimizer's parameters out of ``.grad``."""
+    taken = gradients_of(optimizer)
+    for parameter in taken:
+        parameter.grad = None
+    return taken
+
+
+def add_gradients(sums: Gradients, gradients: Gradients) -> None:
+    """Add each gradient to the sum of its parameter, in place; a parameter's first one becomes the sum."""
+    both = [p for p in gradients if p in sums]
+    if both:
+        torch._foreach_add_([sums[p] for p in both], [gradients[p] for p in both])
+    sums.update({p: g for p, g in gradients.items() if p not in sums})
+
+
+@contextmanager
+def dropping_gradients(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+    """A backward pass that keeps no gradient of ``parameters``: each is dropped when it is made."""
+
+    def drop(parameter: torch.Tensor) -> None:
+        parameter.grad = None
+
+    handles = [parameter.register_post_accumulate_grad_hook(drop) for parameter in parameters]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def norms_of(gradients: Iterable[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+    """The 2-norm of each gradient, and of all together, on the device."""
+    norms = torch._foreach_norm([_values(gradient) for gradient in gradients])
+    return norms, torch.linalg.vector_norm(torch.stack(norms))
+
+
+def nonfinite(gradients: Mapping[torch.Tensor, torch.Tensor], norms: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The parameters whose gradient has a norm that is not finite; all, where only the sum of their squares is not."""
+    bad = [p for p, norm in zip(gradients, norms, strict=True) if not math.isfinite(norm)]
+    return bad or list(gradients)
+
+
+def nonfinite_share(gradients: Iterable[torch.Tensor]) -> float:
+    """The share of elements that are inf or NaN. Reads from the device."""
+    gradients = list(gradients)
+    num_bad = sum(int((~torch.isfinite(_values(gradient))).sum()) for gradient in gradients)
+    return num_bad / sum(gradient.numel() for gradient in gradients)
+
+
+def is_not_finite(number: torch.Tensor) -> torch.Tensor:
+    """1.0 for inf and NaN, else 0.0, on the device: x - x is 0 for a number, and NaN for inf and NaN."""
+    return (number - number).ne(0).float()
+
+
+def _values(gradient: torch.Tensor) -> torch.Tensor:
+    """The elements of a gradient; those that a sparse one stores."""
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
