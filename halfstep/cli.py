@@ -93,11 +93,12 @@ def compare(
     from halfstep.source import load
 
     source = load(workload, **({} if data is None else {"data": data}))
-    steps = steps or source.default_steps or 100
-    seeds = seeds or source.default_seeds or 5
+    steps = (source.default_steps or 100) if steps is None else steps
+    seeds = (source.default_seeds or 5) if seeds is None else seeds
     names = [name.strip() for name in policies.split(",") if name.strip()]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    bar = Progress(*columns, console=Console(stderr=True), transient=True)
+    console = Console(stderr=True)
+    bar = Progress(*columns, console=console, transient=True, disable=not console.is_interactive)
     task = bar.add_task("", total=steps * seeds * len(names))
 
     def advance(policy: str, seed: int) -> None:

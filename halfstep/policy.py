@@ -314,7 +314,10 @@ def resolve(policy: str | Policy, hardware: Hardware) -> tuple[Policy, str]:
         scale = policy.scale if policy.scale.kind != "none" else replace(policy.scale, kind=chosen.scale.kind)
         policy = replace(policy, compute=chosen.compute, scale=scale)
     if emulated := sorted(policy.formats & hardware.emulated):
-        reason += f"; {', '.join(emulated)} through cpu16, since {hardware.name} has no such matrix instructions"
+        reason += (
+            f"; {', '.join(emulated)} through cpu16, since {hardware.name} has no such matrix instructions: "
+            "the numbers are those of 16 bit, the speed is not"
+        )
     if policy.compute == "fp16" and policy.scale.kind == "none":
         reason += "; fp16 without a loss scale loses gradients below 6e-8"
     return policy, reason

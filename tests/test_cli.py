@@ -46,6 +46,7 @@ def test_what_it_looks_for_is_status_1(capsys):
         (["compare", "mlp", "--policies", ","], "nothing to compare"),
         (["compare", "mlp", "--steps", "many"], "--steps"),
         (["compare", "mlp", "--steps", "-1"], "steps=-1"),
+        (["compare", "mlp", "--steps", "0"], "steps=0"),
         (["compare", "mlp", "--seeds", "-1"], "seeds=-1"),
         (["compare", "mlp", "--margin", "-1", "--seeds", "1", "--steps", "1"], "margin"),
         (["compare", "mlp", "--device", "gpu7"], "gpu7"),

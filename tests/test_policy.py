@@ -453,7 +453,8 @@ def test_auto_with_a_16_bit_op_rule_where_auto_means_fp32():
 
 def test_emulation_and_a_missing_scale_are_said():
     assert resolve("bf16", CPU)[1] == (
-        "as asked for; bf16 through cpu16, since plain CPU has no such matrix instructions"
+        "as asked for; bf16 through cpu16, since plain CPU has no such matrix instructions: "
+        "the numbers are those of 16 bit, the speed is not"
     )
     assert "fp16 without a loss scale loses gradients below 6e-8" in resolve("fp16 scale=none", T4)[1]
     assert "without a loss scale" not in resolve("fp16", T4)[1]

@@ -170,7 +170,8 @@ class CompareReport:
         console.print(Text(f"{self.facts}\n"))
         console.print(self._table())
         for policy in self.policies:
-            console.print(Text(f"{policy.policy}: ", style="bold") + Text(policy.reason), soft_wrap=True)
+            reason = Text(f"{policy.policy}: ", style="bold") + Text(policy.reason)
+            console.print(reason, soft_wrap=not console.is_terminal)
 
     def __str__(self) -> str:
         log = Console(file=StringIO(), width=200, color_system=None, force_terminal=False, highlight=False)
