@@ -73,8 +73,9 @@ def by_halfstep(x: torch.Tensor, y: torch.Tensor, policy: str) -> Callable[[], N
 
 
 def compare(name: str, base: Callable[[], None], policy: str, goal: str, x: torch.Tensor, y: torch.Tensor) -> None:
-    contenders = {name: Contender(base), f"halfstep {policy}": Contender(by_halfstep(x, y, policy))}
-    report(measure(contenders, rounds=40, calls=25), f"halfstep {policy}", name, goal)
+    ours = f"halfstep {policy}"
+    contenders = {name: Contender(base, calls=25), ours: Contender(by_halfstep(x, y, policy), calls=25)}
+    report(measure(contenders, rounds=40), ours, name, goal)
 
 
 if __name__ == "__main__":

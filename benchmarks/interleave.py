@@ -14,29 +14,28 @@ def nothing() -> None:
 
 @dataclass(frozen=True)
 class Contender:
-    """``run`` is timed; ``prepare`` runs before each call and is not."""
+    """``run`` is timed, ``calls`` times a round; ``prepare`` runs before each call and is not."""
 
     run: Callable[[], object]
     prepare: Callable[[], object] = nothing
+    calls: int = 1
 
 
-def measure(
-    contenders: Mapping[str, Contender], rounds: int, calls: int = 1, warm_up: int = 3
-) -> dict[str, list[float]]:
-    """Milliseconds a call. Every round has ``calls`` of each contender, so that a slow phase hits all of them."""
+def measure(contenders: Mapping[str, Contender], rounds: int, warm_up: int = 3) -> dict[str, list[float]]:
+    """Milliseconds a call, one mean a round. Every round has all contenders, so that a slow phase hits each of them."""
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for number in range(-warm_up, rounds):
         # Turning the order round cancels what one contender leaves in the caches for the next.
         order = list(contenders.items())[:: 1 if number % 2 else -1]
         for name, contender in order:
             spent = 0.0
-            for _ in range(calls):
+            for _ in range(contender.calls):
                 contender.prepare()
                 start = time.perf_counter()
                 contender.run()
                 spent += time.perf_counter() - start
             if number >= 0:
-                times[name].append(spent / calls * 1e3)
+                times[name].append(spent / contender.calls * 1e3)
     return times
 
 

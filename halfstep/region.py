@@ -2,8 +2,7 @@
 
     with region:                     # training: autocast, op rules, module rules, TF32 switches, cpu16 where needed
         loss = loss_fn(model(x), y)
-    with region.backward():          # what the backward pass needs: cpu16, and the rules for a checkpoint's
-    recomputation
+    with region.backward():          # cpu16, and the rules for what a checkpoint computes again
         loss.backward()
     with region.inference():         # evaluation: no gradients, no loss scale
         logits = model(x)
@@ -37,8 +36,12 @@ from halfstep.hardware import Hardware, detect
 from halfstep.policy import Policy, resolve
 
 _tokens = itertools.count()
-_open: Region | None = None
-"""The innermost region that is open or running backward; module rules act for it alone. See ``oplist.active``."""
+_opened: list[Region] = []
+"""The regions that are open or running backward, the innermost last; module rules act for that one alone.
+
+One list for the process, as ``oplist.active`` says. A region takes itself out wherever it stands, so that two threads
+whose regions overlap leave nothing switched on.
+"""
 
 
 class Region:
@@ -58,7 +61,7 @@ class Region:
         )
         self._is_low = self.policy.compute in SIXTEEN_BIT
         self._dtype = FORMATS[self.policy.compute].dtype
-        self._entered: list[tuple[Any, ...]] = []
+        self._entered: list[Any] = []
         self._casts = _HeldCasts()
         weakref.finalize(self, self._casts.drop)
         oplist.check_rules(self.policy.ops)
@@ -116,17 +119,17 @@ class Region:
                 _restore_autocast(self.device.type, autocast, self._casts.kept)
                 self._finish(saved)
 
-    def _begin(self) -> tuple[Any, ...]:
-        global _open
+    def _begin(self) -> tuple[bool, bool] | None:
         tf32 = _set_tf32(self.policy.uses_tf32) if self.device.type == "cuda" else None
-        saved = (_open, oplist.active, cpu16.active, tf32)
-        _open, oplist.active = self, self._op_rules_if_low
-        cpu16.active = self._needs_cpu16
-        return saved
+        _opened.append(self)
+        oplist.active, cpu16.active = self._op_rules_if_low, self._needs_cpu16
+        return tf32
 
-    def _finish(self, saved: tuple[Any, ...]) -> None:
-        global _open
-        _open, oplist.active, cpu16.active, tf32 = saved
+    def _finish(self, tf32: tuple[bool, bool] | None) -> None:
+        del _opened[len(_opened) - 1 - _opened[::-1].index(self)]
+        inner = _opened[-1] if _opened else None
+        oplist.active = inner._op_rules_if_low if inner else None
+        cpu16.active = inner._needs_cpu16 if inner else False
         if tf32 is not None:
             _restore_tf32(tf32)
 
@@ -226,13 +229,13 @@ def _ruled(module: nn.Module, wrapped: Any, device_type: str) -> Callable[..., A
             inner = type(self).forward.__get__(self)
         else:
             inner = wrapped.__func__.__get__(self) if is_bound else wrapped
-        rule = None if _open is None else rules.get(_open._token)
-        if _open is None or rule is None:
+        rule = rules.get(_opened[-1]._token) if _opened else None
+        if rule is None:
             return inner(*args, **kwargs)
         is_low, dtype = rule
         if is_low:
             # It casts at its operations, as autocast does. The cache does not tell formats apart.
-            cache = dtype == _open._dtype and torch.is_autocast_cache_enabled()
+            cache = dtype == _opened[-1]._dtype and torch.is_autocast_cache_enabled()
             is_in_fp32 = not torch.is_autocast_enabled(device_type)
             with torch.autocast(device_type, dtype=dtype, cache_enabled=cache):
                 result = inner(*args, **kwargs)

@@ -14,7 +14,7 @@ def _nothing_left_behind():
     yield
     assert torch.get_default_dtype() == torch.float32
     assert not torch.is_autocast_enabled("cpu")
-    assert region._open is None
+    assert region._opened == []
     assert oplist.active is None
     assert not cpu16.active
 

@@ -10,6 +10,7 @@ import inspect
 import io
 import itertools
 import pickle
+import threading
 import weakref
 
 import pytest
@@ -63,7 +64,7 @@ def autocast_state():
         torch.is_inference_mode_enabled(),
         oplist.active,
         cpu16.active,
-        region_module._open,
+        list(region_module._opened),
     )
 
 
@@ -1059,3 +1060,30 @@ def test_the_device_of_a_model():
     assert device_of(nn.BatchNorm1d(2, affine=False)) == torch.device("cpu")
     with pytest.raises(HalfstepError, match="device 'meta'"):
         Region(nn.Linear(2, 2, device="meta"), "bf16")
+
+
+# ---- threads
+
+
+def test_regions_of_two_threads_that_overlap_leave_nothing_switched_on():
+    """A enters, B enters, A leaves, B leaves: in between B's rules hold, and afterwards none."""
+    first, second = Region(nn.Linear(2, 2), "bf16", CPU), Region(nn.Linear(2, 2), "fp16", CPU)
+    entered, left = threading.Event(), threading.Event()
+
+    def hold_first():
+        with first:
+            entered.set()
+            left.wait(10)
+
+    thread = threading.Thread(target=hold_first)
+    thread.start()
+    entered.wait(10)
+    with second:
+        left.set()
+        thread.join()
+        assert region_module._opened == [second]
+        assert cpu16.active
+        assert F.softmax(second.model(torch.randn(2, 2)), -1).dtype == torch.float32
+    assert region_module._opened == []
+    assert not cpu16.active
+    assert oplist.active is None
