@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from halfstep import __version__
 from halfstep.errors import HalfstepError
+from halfstep.files import write_whole
 
 app = typer.Typer(
     help="Mixed-precision training for PyTorch that can be trusted.",
@@ -138,7 +138,7 @@ def _emit(report: Any, json_file: str | None) -> None:
         if json_file == "-":
             print(text, end="")
         else:
-            _write(Path(json_file), text)
+            write_whole(json_file, text)
 
 
 def _print(report: Any) -> None:
@@ -146,19 +146,6 @@ def _print(report: Any) -> None:
         report.render(Console())
     else:
         print(report)
-
-
-def _write(path: Path, text: str) -> None:
-    """Write ``path`` whole or not at all."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
 
 
 def _check_writable(*files: str | None) -> None:

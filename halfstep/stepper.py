@@ -173,9 +173,8 @@ class Stepper:
 
     def _begin_micro_batch(self) -> None:
         if self._window.num_micro_batches == 0:
-            take_gradients(
-                self.optimizer
-            )  # what a backward pass of somebody else left there, as a GAN's other half does
+            # Drop what a backward pass of somebody else left there, as a GAN's other half does.
+            take_gradients(self.optimizer)
             self._statistics.save()
         if self._keeps_casts:
             self.region.hold()
@@ -384,7 +383,8 @@ class Stepper:
         overflow = found if isinstance(window.count, float) and window.count else is_not_finite(scaled_norm)
         # Clip, with the formula of torch.nn.utils.clip_grad_norm_. It divides, since that rounds once.
         if self.max_norm is not None:
-            divisor = ((norm + 1e-6) / self.max_norm).clamp_(min=1.0) * divisor
+            clip = ((norm + 1e-6) / self.max_norm).clamp_(min=1.0)
+            divisor = clip if _is_one(divisor) else clip * divisor
         numbers = torch.stack([_over(window.loss_sum, window.count), norm, self.scale.value, found])
         # Step.
         try:
@@ -512,8 +512,13 @@ def _kind(value: object) -> str:
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
 
 
+def _is_one(divisor: torch.Tensor | float) -> bool:
+    """Whether dividing by it is known to change nothing; a tensor's value is not looked at."""
+    return isinstance(divisor, float) and divisor == 1.0
+
+
 def _over(value: torch.Tensor, divisor: torch.Tensor | float) -> torch.Tensor:
-    return value if isinstance(divisor, float) and divisor == 1.0 else value / divisor
+    return value if _is_one(divisor) else value / divisor
 
 
 def _names(model: nn.Module, parameters: Iterable[torch.Tensor]) -> list[str]:

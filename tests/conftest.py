@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from reference.nets import CPU, nesting
+from torch import nn
 
 from halfstep import cpu16, oplist, region
 
@@ -10,13 +12,23 @@ torch.set_num_threads(1)
 
 @pytest.fixture(autouse=True)
 def _nothing_left_behind():
-    """A test leaves the default dtype, autocast and our switches as it found them."""
+    """A test leaves the default dtype, autocast and our switches as it found them.
+
+    Autocast's nesting count above zero would leave stale casts to the next test.
+    """
     yield
+    assert nesting() == 0
     assert torch.get_default_dtype() == torch.float32
     assert not torch.is_autocast_enabled("cpu")
     assert region._opened == []
     assert oplist.active is None
     assert not cpu16.active
+
+
+@pytest.fixture(scope="module")
+def kernels_stay():
+    """One region that lives as long as a file, so that not every test lays the CPU's kernels anew."""
+    return region.Region(nn.Linear(1, 1), "bf16", CPU)
 
 
 def pytest_collection_modifyitems(items):

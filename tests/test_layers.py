@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parent.parent / "halfstep"
 ROWS = [
     "errors",
-    "formats",
+    "formats files",
     "hardware events",
     "policy",
     "kernels",
@@ -25,7 +25,7 @@ ROWS = [
     "__main__",
 ]
 RANK = {name: rank for rank, row in enumerate(ROWS) for name in row.split()}
-TORCH_FREE = {"errors", "formats", "events", "hardware", "policy", "doctor", "template", "cli", "__main__"}
+TORCH_FREE = {"errors", "formats", "files", "events", "hardware", "policy", "doctor", "template", "cli", "__main__"}
 
 
 def part_of(path):

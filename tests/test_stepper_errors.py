@@ -12,21 +12,14 @@ from reference.loop import Gate
 from torch import nn
 
 from halfstep.errors import HalfstepError
-from halfstep.region import Region
 from halfstep.stepper import Stepper
+
+pytestmark = pytest.mark.usefixtures("kernels_stay")
 
 X = torch.linspace(-2, 2, 64).reshape(8, 8).sin()
 Y = X.mean(1, keepdim=True) + 0.5
 POLICIES = ["fp32", "bf16", "fp16 on_overflow=skip scale.init=1024", "fp16 scale.init=1024"]
 FORMS = ["closure", "forward"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _kernels_stay():
-    """One region that lives as long as the file, so that not every test lays the CPU's kernels anew."""
-    region = Region(nn.Linear(1, 1), "bf16")
-    yield
-    del region
 
 
 class Net(nn.Sequential):

@@ -8,8 +8,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from halfstep.region import Region
 from halfstep.stepper import Stepper
+
+pytestmark = pytest.mark.usefixtures("kernels_stay")
 
 X = torch.linspace(-2, 2, 64).reshape(8, 8).sin()
 FUSED = {
@@ -28,14 +29,6 @@ REPLAY = "fp16 scale.init=256"
 # On a CUDA tensor each of these makes the host wait.
 WAITING = {"_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "_unique2", "allclose"}
 WAITING_METHODS = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.cpu}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _kernels_stay():
-    """One region that lives as long as the file, so that not every test lays the CPU's kernels anew."""
-    region = Region(nn.Linear(1, 1), "bf16")
-    yield
-    del region
 
 
 class _Methods(TorchFunctionMode):

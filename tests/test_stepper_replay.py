@@ -14,8 +14,9 @@ from torch import nn
 
 from halfstep.errors import ScaleExhausted
 from halfstep.events import Overflow, StepReport
-from halfstep.region import Region
 from halfstep.stepper import Stepper
+
+pytestmark = pytest.mark.usefixtures("kernels_stay")
 
 X = torch.linspace(-2, 2, 256).reshape(32, 8).sin()
 Y = X.mean(1, keepdim=True) + 0.5
@@ -24,14 +25,6 @@ OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
     "adamw fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _kernels_stay():
-    """One region that lives as long as the file, so that not every test lays the CPU's kernels anew."""
-    region = Region(nn.Linear(1, 1), "bf16")
-    yield
-    del region
 
 
 class Net(nn.Module):

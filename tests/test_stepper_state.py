@@ -11,16 +11,9 @@ from reference.loop import Gate, assert_same
 from torch import nn
 
 from halfstep.errors import HalfstepError
-from halfstep.region import Region
 from halfstep.stepper import Stepper
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _kernels_stay():
-    """One region that lives as long as the file, so that not every test lays the CPU's kernels anew."""
-    region = Region(nn.Linear(1, 1), "bf16")
-    yield
-    del region
+pytestmark = pytest.mark.usefixtures("kernels_stay")
 
 
 X = torch.linspace(-2, 2, 256).reshape(32, 8).sin()

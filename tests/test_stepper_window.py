@@ -15,8 +15,9 @@ from reference.loop import PlainLoop
 from torch import nn
 
 import halfstep.stepper
-from halfstep.region import Region
 from halfstep.stepper import Stepper
+
+pytestmark = pytest.mark.usefixtures("kernels_stay")
 
 OPTIMIZERS = {
     "sgd": lambda groups: torch.optim.SGD(groups, lr=0.02, momentum=0.9, weight_decay=0.01),
@@ -28,14 +29,6 @@ OPTIMIZERS = {
 SCALED = ["fp32", "fp32 scale=static scale.init=4096", "fp32 scale=dynamic on_overflow=skip", "fp32 scale=dynamic"]
 FEW = ["fp32", "fp32 scale=dynamic"]
 ROUNDING = 2e-5  # 20 steps of a few hundred fp32 operations, each within 6e-8
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _kernels_stay():
-    """One region that lives as long as the file, so that not every test lays the CPU's kernels anew."""
-    region = Region(nn.Linear(1, 1), "bf16")
-    yield
-    del region
 
 
 def net():

@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Sequence
 from html import escape
-from pathlib import Path
 from typing import Any
 
 from halfstep.compare.figures import (
@@ -28,22 +27,12 @@ from halfstep.compare.report import (
 )
 from halfstep.compare.trial import Trial, by_policy
 from halfstep.errors import HalfstepError
+from halfstep.files import write_whole
 
 
 def write_html(report: CompareReport, trials: Sequence[Trial], path: str | os.PathLike[str]) -> None:
     """Write the page of ``report`` and of the ``trials`` it was made from; a reader never sees half a file."""
-    target = Path(path)
-    text = html_page(report, trials)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(target)
-    except OSError as error:
-        raise HalfstepError(
-            f"--html {target}", f"the file cannot be written ({error.strerror})", "Name a file in a folder that exists."
-        ) from None
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_whole(path, html_page(report, trials))
 
 
 def html_page(report: CompareReport, trials: Sequence[Trial]) -> str:
