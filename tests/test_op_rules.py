@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from reference.nets import AMX, CPU, FULL, LOW
+from reference.nets import AMX, CPU, DOUBLE, FULL, LABELS, LOW, Tensors, same
 from torch import nn
 
 from halfstep.errors import HalfstepError

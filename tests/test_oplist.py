@@ -3,40 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import threading
 
 import pytest
 import torch
 import torch.nn.functional as F
-from reference.nets import CPU, FULL, LOW
+from reference.nets import CPU, DOUBLE, FULL, LABELS, LOW, Tensors, same
 from torch import nn
 
 from halfstep import oplist
 from halfstep.errors import HalfstepError
 from halfstep.region import Region
 
-DOUBLE = torch.float64
 aten = torch.ops.aten
-
-
-class Tensors:
-    """Tensors with values in (0.1, 0.9), where every operation is defined; their dtypes take turns."""
-
-    def __init__(self, *dtypes):
-        self.dtypes = itertools.cycle(dtypes)
-        self.generator = torch.Generator().manual_seed(0)
-
-    def __call__(self, *shape):
-        values = torch.rand(*shape, generator=self.generator) * 0.8 + 0.1
-        return values.to(next(self.dtypes))
 
 
 UNARY = [
     *("acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt"),
     *("sinh", "tan", "softplus", "nuclear_norm", "pdist"),
 ]
-LABELS = torch.tensor([0, 2, 1])
+
 SIGNS = torch.tensor([1, -1, 1])
 
 # Overload to its arguments. The last one is a dict where there are keywords.
@@ -393,10 +379,6 @@ def everything(dtype, context):
         results += [F.avg_pool3d(x[None, None], 1), F.binary_cross_entropy(x, x), torch.linalg.inv(x)]
         results += [torch.fft.rfft(x).real, torch.quantile(x, 0.5), torch.cat([x.to(dtype), x])]
     return results
-
-
-def same(a, b):
-    return a == b if isinstance(a, str) else a.dtype == b.dtype and torch.equal(a, b)
 
 
 @pytest.mark.parametrize("policy", ["bf16", "fp16"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import nn
 
@@ -13,6 +15,8 @@ from halfstep.region import Region
 CPU = Hardware.of("cpu", "plain CPU")
 AMX = Hardware.of("cpu", "CPU with AMX", features=["amx_bf16", "amx_fp16"])
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+DOUBLE = torch.float64
+LABELS = torch.tensor([0, 2, 1])
 BF16, FP16, FULL = torch.bfloat16, torch.float16, torch.float32
 
 
@@ -83,3 +87,19 @@ def run(model, policy, hardware=CPU):
     with region:
         model(torch.randn(2, 4))
     return [outputs(model)[name] for name in NAMES]
+
+
+class Tensors:
+    """Tensors with values in (0.1, 0.9), where every operation is defined; their dtypes take turns."""
+
+    def __init__(self, *dtypes):
+        self.dtypes = itertools.cycle(dtypes)
+        self.generator = torch.Generator().manual_seed(0)
+
+    def __call__(self, *shape):
+        values = torch.rand(*shape, generator=self.generator) * 0.8 + 0.1
+        return values.to(next(self.dtypes))
+
+
+def same(a, b):
+    return a == b if isinstance(a, str) else a.dtype == b.dtype and torch.equal(a, b)
