@@ -110,13 +110,18 @@ def add_rules(device_type: str, ops: Iterable[str]) -> None:
 
 
 def _follow_cuda(cpu: Kernels) -> None:
+    for name in _differing(cpu.key):
+        cpu.add(name, _kernel(name, "cpu"))
+
+
+@functools.cache
+def _differing(key: str) -> tuple[str, ...]:
+    """The overloads that the CPU's lists treat in another way than CUDA's. Asked once, before we change an answer."""
     lists = cuda_lists()
-    listed_by_cpu = {name for name in torch._C._dispatch_get_all_op_names() if _has_kernel(name, cpu.key)}
-    for name in sorted(listed_by_cpu | lists.keys()):
-        # The CPU's C++ kernels of the low-precision list stay: they do the same, and they cache the cast weights.
-        same = lists.get(name) == "low" and name in listed_by_cpu
-        if not same and overload(name) is not None:
-            cpu.add(name, _kernel(name, "cpu"))
+    listed_by_cpu = {name for name in torch._C._dispatch_get_all_op_names() if _has_kernel(name, key)}
+    # The CPU's C++ kernels of the low-precision list stay: they do the same, and they cache the cast weights.
+    same = {name for name in listed_by_cpu if lists.get(name) == "low"}
+    return tuple(name for name in sorted((listed_by_cpu | lists.keys()) - same) if overload(name) is not None)
 
 
 def _has_kernel(name: str, key: str) -> bool:

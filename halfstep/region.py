@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import itertools
+import re
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -150,8 +151,9 @@ class Region:
 
     def promote(self, module: str) -> None:
         """Keep ``module`` in fp32 from now on: one more module rule, as ``policy.with_module`` says it."""
-        self._rules += attach_rules(self.model, ((module, "fp32"),), self.device.type, self._token)
-        self.policy = self.policy.with_module(module, "fp32")
+        pattern = re.sub(r"([*?[])", r"[\1]", module)  # a name is no pattern
+        self._rules += attach_rules(self.model, ((pattern, "fp32"),), self.device.type, self._token)
+        self.policy = self.policy.with_module(pattern, "fp32")
         reason = f"{self.info.reason}; {module} was promoted to fp32 during the run"
         self.info = replace(self.info, effective=str(self.policy), reason=reason)
 

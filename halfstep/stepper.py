@@ -444,6 +444,13 @@ class Stepper:
         """
         window = self._window
         names: dict[torch.Tensor, str] = {parameter: name for name, parameter in self.model.named_parameters()}
+        gradients = gradients_of(self.optimizer) if window.num_micro_batches else {}
+        if not gradients.keys() <= names.keys():
+            raise HalfstepError(
+                "the state of a window with a gradient that has no name",
+                "the optimizer was given a parameter that the model does not have",
+                "Add the parameter to the model, or save at a window's end.",
+            )
         return {
             "policy": str(self.policy),
             "num_steps": self.num_steps,
@@ -457,11 +464,7 @@ class Stepper:
                 "num_replays": window.num_replays,
                 "nonfinite_share": window.nonfinite_share,
                 "statistics": self._statistics.state_dict() if window.num_micro_batches else {},
-                "gradients": {
-                    names[parameter]: gradient.clone()
-                    for parameter, gradient in gradients_of(self.optimizer).items()
-                    if window.num_micro_batches
-                },
+                "gradients": {names[p]: gradient.clone() for p, gradient in gradients.items()},
             },
         }
 

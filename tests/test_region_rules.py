@@ -18,6 +18,7 @@ from reference.nets import AMX, BF16, CPU, FP16, FULL, NAMES, Net, Seen, outputs
 from torch import nn
 
 from halfstep.errors import HalfstepError
+from halfstep.policy import Policy
 from halfstep.region import Region
 
 pytestmark = pytest.mark.usefixtures("kernels_stay")
@@ -404,3 +405,14 @@ def test_promote_is_one_more_rule():
     del region
     assert "forward" not in model.head.__dict__
     assert "forward" not in model.blocks[1].__dict__
+
+
+def test_promote_takes_a_name_and_no_pattern():
+    model = nn.ModuleDict({"a[0]": Seen(), "a0": Seen()})
+    region = Region(model, "bf16", CPU)
+    region.promote("a[0]")
+    with region:
+        for part in model.values():
+            part(torch.randn(2, 4))
+    assert [part.last[1] for part in model.values()] == [FULL, BF16]
+    assert Policy.parse(str(region.policy)) == region.policy

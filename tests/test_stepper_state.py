@@ -314,3 +314,15 @@ def test_a_foreign_state_is_refused_and_changes_nothing(name):
     assert_same(everything(stepper), before)
     micro_batch(stepper, 4)
     assert micro_batch(stepper, 5).applied
+
+
+def test_the_state_of_a_window_names_every_gradient():
+    model, extra = nn.Linear(2, 1), nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    stepper = Stepper(model, optimizer, "fp32", accumulate=2)
+    optimizer.add_param_group({"params": [extra]})
+    stepper.step(lambda: (model(torch.ones(1, 2)) * extra).sum())
+    with pytest.raises(HalfstepError, match="a parameter that the model does not have"):
+        stepper.state_dict()
+    stepper.flush()
+    assert stepper.state_dict()["window"]["gradients"] == {}
