@@ -49,7 +49,16 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'halfstep' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"halfstep.{_HOME[name]}"), name)
+    try:
+        return getattr(importlib.import_module(f"halfstep.{_HOME[name]}"), name)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        from halfstep.errors import HalfstepError
+
+        raise HalfstepError(
+            f"halfstep.{name}", "it needs torch, which is not installed", "Run: pip install 'halfstep[torch]'"
+        ) from None
 
 
 def __dir__() -> list[str]:

@@ -96,11 +96,9 @@ class Policy:
     ops:          rules (name of an aten operation such as ``softmax``, format), stronger than torch's own lists. They
                   act where the region computes in 16 bit, so not inside a module that a rule keeps in fp32.
     master:       layout of the weights that the optimizer moves; ``fp32`` is autocast's way.
-    tf32:         whether products that stay in fp32 may use TF32 tensor cores. Off, since a rule that says fp32 means
-    it.
+    tf32:         whether products that stay in fp32 may use TF32 tensor cores. Off: a rule that says fp32 means it.
     scale:        the loss scale; ``None`` picks a dynamic one for fp16 and none otherwise.
-    on_overflow:  ``replay`` runs an overflowed micro-batch again at a lower scale, ``skip`` drops the step as torch
-    does.
+    on_overflow:  ``replay`` runs an overflowed micro-batch again at a lower scale, ``skip`` drops the step like torch.
     on_exhausted: what an overflow at the floor does: ``stop`` with a diagnosis, or ``promote`` the module at fault to
                   fp32 and go on.
     """
@@ -280,17 +278,14 @@ def auto_policy(hardware: Hardware | None = None) -> tuple[Policy, str]:
     ``hardware`` defaults to what :func:`halfstep.hardware.detect` finds on this machine.
     """
     hardware = detect() if hardware is None else hardware
+    compute, why = "fp32", "has no 16-bit matrix instructions, so 16 bit would gain nothing"
     if "bf16" in hardware.native:
-        return Policy(
-            "bf16"
-        ), f"{hardware.name} computes bf16 in hardware, which has the range of fp32 and needs no scale"
-    if "fp16" in hardware.native and hardware.kind == "cuda":
-        return Policy(
-            "fp16"
-        ), f"{hardware.name} has fp16 tensor cores but no bf16; a dynamic loss scale guards its range"
-    if "fp16" in hardware.native:
-        return Policy("fp32"), f"{hardware.name} computes fp16 but no bf16, and fp16 is chosen on tensor cores alone"
-    return Policy("fp32"), f"{hardware.name} has no 16-bit matrix instructions, so 16 bit would gain nothing"
+        compute, why = "bf16", "computes bf16 in hardware, which has the range of fp32 and needs no scale"
+    elif "fp16" in hardware.native and hardware.kind == "cuda":
+        compute, why = "fp16", "has fp16 tensor cores but no bf16; a dynamic loss scale guards its range"
+    elif "fp16" in hardware.native:
+        why = "computes fp16 but no bf16, and fp16 is chosen on tensor cores alone"
+    return Policy(compute), f"{hardware.name} {why}"
 
 
 def resolve(policy: str | Policy, hardware: Hardware) -> tuple[Policy, str]:

@@ -70,6 +70,15 @@ def test_torch_free_parts_do_not_load_torch():
     assert subprocess.run([sys.executable, "-W", "error", "-c", program]).returncode == 0
 
 
+def test_a_name_that_needs_torch_says_so_without_it():
+    program = (
+        "import sys; sys.modules['torch'] = None; import halfstep; print(halfstep.Policy('fp16')); halfstep.Stepper"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert result.stdout == "fp16\n"
+    assert "halfstep.Stepper: it needs torch, which is not installed. Run: pip install" in result.stderr
+
+
 def test_every_public_name_loads():
     import halfstep
 
