@@ -34,6 +34,10 @@ class NoScale:
         """Lower the scale at once and return the factor; None when there is nothing left to lower."""
         return None
 
+    def undo(self, factor: float) -> None:
+        """Take back what :meth:`back_off` did, once or several times, with ``factor`` their product."""
+        self.value.div_(factor)
+
     def is_exhausted(self) -> bool:
         """Whether an overflow now would be one that no lower scale can mend. Reads from the device."""
         return False

@@ -119,6 +119,7 @@ class Stepper:
         self._can_replay = self.policy.on_overflow == "replay" and self.policy.scale.kind == "dynamic"
         self._unit: float | None = None
         self._promoted: list[str] = []
+        self._had_hopeless = False  # whether the micro-batch before was one that no scale mends
         self._window = _Window()
 
     @property
@@ -249,6 +250,7 @@ class Stepper:
         self._replay_statistics.save()
         sums = take_gradients(self.optimizer)
         kept: dict[torch.Tensor, torch.Tensor] = {}
+        lowered = 1.0
         try:
             while True:
                 with self.region:
@@ -262,17 +264,24 @@ class Stepper:
                 loss_value, norm_value = torch.stack([loss.detach().float(), norm]).tolist()
                 if math.isfinite(norm_value):
                     window.norm = norm if self.accumulate == 1 and not kept else None
+                    self._had_hopeless = False
                     break
                 bad = nonfinite(gradients, norms)
                 window.nonfinite_share = nonfinite_share(gradients.values())
                 factor = 1.0
-                if math.isfinite(loss_value):
-                    factor = self.scale.back_off() or self._promote_or_stop(closure, bad, self.num_steps + 1)
-                elif self.scale.is_exhausted():
-                    factor = self._promote_or_stop(closure, bad, self.num_steps + 1)
+                if self.scale.is_exhausted():
+                    # A batch that brought the scale all the way down may be the only one; a second in a row is not.
+                    may_stop = lowered == 1.0 or self._had_hopeless
+                    if not self._promote_or_stop(closure, bad, self.num_steps + 1, may_stop):
+                        self._had_hopeless = True
+                        self.scale.undo(lowered)
+                        break
+                elif math.isfinite(loss_value):
+                    factor = self.scale.back_off() or 1.0
+                    lowered *= factor
                 else:
-                    # The fault is in the forward pass, which no scale mends. What is not finite stays in the sums, so
-                    # that the window's end skips and lowers the scale, step by step until it is exhausted.
+                    # The fault is in the forward pass, which no scale mends. As above, what is not finite stays in the
+                    # sums, so that the window's end skips it and lowers the scale once.
                     break
                 missing = set(bad) if math.isfinite(loss_value) else set(gradients)
                 kept |= {p: g for p, g in gradients.items() if p not in missing}
@@ -296,17 +305,24 @@ class Stepper:
                 parameter.grad = gradient
         return loss, count
 
-    def _promote_or_stop(self, closure: Callable[[], Loss] | None, bad: Sequence[torch.Tensor], step: int) -> float:
+    def _promote_or_stop(
+        self, closure: Callable[[], Loss] | None, bad: Sequence[torch.Tensor], step: int, may_stop: bool = True
+    ) -> bool:
         """The scale is exhausted: find who made the first non-finite value, and do what the policy says.
 
-        Returns the factor 1.0 when a module was promoted to fp32 and the micro-batch can run again; raises otherwise.
+        True when a module was promoted to fp32 and the micro-batch can run again. Otherwise it raises, or says False
+        where it may not stop.
         """
+        if self.policy.on_exhausted == "stop" and not may_stop:
+            return False
         producer = self._find_producer(closure) if closure is not None else None
         promotes = self.policy.on_exhausted == "promote" and producer is not None and producer.is_module
         if promotes and producer is not None and (producer.module, "fp32") not in self.policy.modules:
             self.region.promote(producer.module)
             self._promoted.append(producer.module)
-            return 1.0
+            return True
+        if not may_stop:
+            return False
         names = _names(self.model, bad)
         self._drop_window()
         who = f"; {producer}" if producer else ""
@@ -457,6 +473,7 @@ class Stepper:
             "unit": self._unit,
             "scale": self.scale.state_dict(),
             "promoted": list(self._promoted),
+            "had_hopeless": self._had_hopeless,
             "window": {
                 "num_micro_batches": window.num_micro_batches,
                 "loss_sum": window.loss_sum,
@@ -474,7 +491,7 @@ class Stepper:
             sums = dict(state["window"])
             gradients, statistics = sums.pop("gradients"), sums.pop("statistics")
             window = _Window(**sums)
-            numbers = {name: state[name] for name in ("num_steps", "unit", "scale", "promoted")}
+            numbers = {name: state[name] for name in ("num_steps", "unit", "scale", "promoted", "had_hopeless")}
         except (KeyError, TypeError):
             raise HalfstepError(
                 "a state without the keys of Stepper.state_dict()",
@@ -493,7 +510,7 @@ class Stepper:
         for module in numbers["promoted"]:
             if (module, "fp32") not in self.policy.modules:
                 self.region.promote(module)
-        self._promoted = list(numbers["promoted"])
+        self._promoted, self._had_hopeless = list(numbers["promoted"]), numbers["had_hopeless"]
         self.num_steps, self._unit = numbers["num_steps"], numbers["unit"]
         self.region.release()
         self._clear_window()

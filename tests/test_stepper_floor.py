@@ -59,7 +59,8 @@ def test_at_the_floor_the_run_stops_with_a_diagnosis_and_whole_weights(policy, f
                 stepper.backward(loss)
     assert_same(snapshot(stepper), before)
     message = str(caught.value)
-    num_skipped = 0 if policy == "fp16 scale.init=8" and form == "closure" else 3
+    # With replay the first batch brings the scale down at once and is skipped, since it may be the only one.
+    num_skipped = 1 if policy == "fp16 scale.init=8" and form == "closure" else 3
     assert f"the loss scale at its floor of 1, step {num_skipped + 1}" in message
     assert "the gradient of hot.weight is still not finite" in message
     if form == "closure":
@@ -71,8 +72,10 @@ def test_at_the_floor_the_run_stops_with_a_diagnosis_and_whole_weights(policy, f
 
 def test_the_advice_of_the_diagnosis_works():
     model = Hot()
+    failing = Stepper(model, OPTIMIZERS["adamw"](model.parameters(), 1e-5), "fp16")
+    assert not failing.step(lambda: hot_loss(model)).applied
     with pytest.raises(ScaleExhausted) as caught:
-        Stepper(model, OPTIMIZERS["adamw"](model.parameters(), 1e-5), "fp16").step(lambda: hot_loss(model))
+        failing.step(lambda: hot_loss(model))
     policy = re.search(r"policy '(.*?)'", str(caught.value)).group(1)
     stepper = Stepper(model, OPTIMIZERS["adamw"](model.parameters(), 1e-5), policy)
     assert all(stepper.step(lambda step=step: hot_loss(model, step)).applied for step in range(5))
@@ -80,7 +83,7 @@ def test_the_advice_of_the_diagnosis_works():
 
 def test_a_run_goes_on_after_the_stop_if_the_caller_wants_it():
     model, twin = Hot(), Hot()
-    stepper = Stepper(model, OPTIMIZERS["adamw"](model.parameters(), 1e-5), "fp16 scale.init=2", accumulate=2)
+    stepper = Stepper(model, OPTIMIZERS["adamw"](model.parameters(), 1e-5), "fp16 scale.init=1", accumulate=2)
     stepper.step(lambda: hot_loss(model) * 1e-4)
     with pytest.raises(ScaleExhausted):
         stepper.step(lambda: hot_loss(model))

@@ -324,12 +324,35 @@ def test_a_loss_that_is_not_finite_is_not_replayed_and_its_window_is_skipped(opt
     assert all(r.applied for r in run(stepper, [1.0] * 4))
 
 
-def test_a_gradient_that_stays_bad_at_every_scale_stops_with_the_sums_dropped():
+def test_one_batch_whose_gradient_is_bad_at_every_scale_costs_one_window():
+    """As the derivative of a square root at 0: no scale mends it, and the scale is not to pay for it."""
+    stepper = make(2.0**5, accumulate=2)
+    model = stepper.model
+    before = state_of(stepper)
+    for step in range(2):
+        model.gate.where, model.gate.value = "gradient" if step == 1 else "nowhere", math.nan
+        report = stepper.step(lambda s=step: loss_of(model, s))
+    assert (report.applied, report.num_replays) == (False, 5)
+    assert 0 < report.nonfinite_share < 1
+    assert_same_bits(state_of(stepper), before)
+    assert stepper.scale.value.item() == 2.0**4  # lowered once, as for any overflow
+    model.gate.where = "nowhere"
+    assert [r.applied for r in run(stepper, [1.0] * 4)] == [True, True]
+    # With clean batches in between the next one is alone again, and a state that was saved between them knows.
+    for bad in (True, False):
+        model.gate.where = "gradient" if bad else "nowhere"
+        report = stepper.step(lambda: loss_of(model, 0))
+        assert stepper.state_dict()["had_hopeless"] is bad
+    assert (report.applied, report.scale) == (False, 2.0**4)
+
+
+def test_a_second_batch_in_a_row_whose_gradient_stays_bad_stops_with_the_sums_dropped():
     stepper = make(2.0**5)
     model = stepper.model
     before = state_of(stepper)
     stepper.step(lambda: loss_of(model, 0))
     model.gate.where, model.gate.value = "gradient", math.nan
+    stepper.step(lambda: loss_of(model, 1))
     random = torch.get_rng_state()
     with pytest.raises(ScaleExhausted, match=r"gate makes it \(nan\) in the backward pass"):
         stepper.step(lambda: loss_of(model, 1))
