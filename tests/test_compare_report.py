@@ -151,3 +151,12 @@ def test_one_policy_alone_and_none_at_all() -> None:
     assert alone.headline == "w over 1 seed: fp32 ran alone, there is nothing to judge it against."
     with pytest.raises(HalfstepError, match="nothing to judge"):
         CompareReport.from_trials("w", "cpu", 4, 1, [])
+
+
+def test_a_reason_that_befell_several_seeds_is_said_once() -> None:
+    stop = {"stopped": "the loss scale is at its floor."}
+    trials = [trial("fp32", seed, 0.9) for seed in range(3)]
+    trials += [trial("fp16", seed, 0.9, **stop) for seed in (0, 2)] + [trial("fp16", 1, math.nan)]
+    reason = CompareReport.from_trials("mlp", "CPU", 4, 3, trials).policies[1].reason
+    assert "Seeds 0, 2: stopped after 4 of 4 steps: the loss scale is at its floor." in reason
+    assert "Seed 1: the final loss is nan" in reason

@@ -284,7 +284,7 @@ def _verdict(
     if margin_pct is not None and finite:
         margin = abs(fmean(finite)) * margin_pct / 100
         margin_from = f"{margin_pct:g} % of {reference_name}'s mean"
-    failures = " ".join(f"Seed {trial.seed}: {trial.diverged.rstrip('.')}." for trial in arm if trial.diverged)
+    failures = _failures(arm)
     if name == reference_name:
         spread = ""
         if len(finite) > 1:
@@ -303,6 +303,17 @@ def _verdict(
         candidate_name=name,
     )
     return replace(verdict, reason=f"{verdict.reason} {failures}".strip())
+
+
+def _failures(arm: Sequence[Trial]) -> str:
+    """Why trials diverged, each reason once with the seeds that it befell."""
+    seeds: dict[str, list[str]] = {}
+    for trial in arm:
+        if trial.diverged:
+            seeds.setdefault(trial.diverged.rstrip("."), []).append(str(trial.seed))
+    return " ".join(
+        f"Seed{'s' if len(those) > 1 else ''} {', '.join(those)}: {reason}." for reason, those in seeds.items()
+    )
 
 
 def _phrase(policy: PolicyReport, reference: str) -> str:
