@@ -1,7 +1,6 @@
 """The command: what it prints where, exit status, one line for every error, nothing half-written."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -85,22 +84,32 @@ def test_new_writes_a_file_that_compare_runs(tmp_path, capsys):
 
 
 def test_interrupt_keeps_finished_trials(tmp_path):
-    """A real SIGINT to a real process, once the first trial has ended."""
-    json_file = tmp_path / "r.json"
-    command = [sys.executable, "-m", "halfstep", "compare", "mlp", "--policies", "fp32", "--seeds", "500"]
+    """A real SIGINT to a real process, once the second seed has begun."""
+    begun, json_file, workload = tmp_path / "begun", tmp_path / "r.json", tmp_path / "mine.py"
+    workload.write_text(
+        "from pathlib import Path\n"
+        "from halfstep.workloads import mlp\n"
+        "def workload(seed):\n"
+        f"    seed and Path({str(begun)!r}).touch()\n"
+        "    return mlp.workload(seed)\n"
+    )
+    command = [sys.executable, "-m", "halfstep", "compare", str(workload), "--policies", "fp32", "--seeds", "500"]
     process = subprocess.Popen(
         [*command, "--steps", "20", "--json", str(json_file)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | {"PYTHONUNBUFFERED": "1"},
     )
-    time.sleep(8)
+    deadline = time.monotonic() + 120
+    while not begun.exists():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, "the first trial never ended"
+        time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
-    if "before anything had ended" in err:
-        pytest.skip("the machine was too slow to end one trial in 8 seconds")
+    out, err = process.communicate(timeout=120)
     assert process.returncode == 0
     assert "interrupted" in out
-    assert "interrupted" in err
-    assert json.loads(json_file.read_text())["interrupted"] is True
+    assert err.startswith("halfstep: interrupted; the report holds the ")
+    report = json.loads(json_file.read_text())
+    assert report["interrupted"] is True
+    assert len(report["policies"][0]["final_loss"]["values"]) < 500
