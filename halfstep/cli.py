@@ -131,7 +131,7 @@ def new(
 
 def _emit(report: Any, json_file: str | None) -> None:
     """Print the report, or its JSON where that goes to standard output."""
-    if json_file is None or json_file != "-":
+    if json_file != "-":
         _print(report)
     if json_file is not None:
         text = json.dumps(report.to_dict(), indent=2, allow_nan=False) + "\n"

@@ -1,6 +1,6 @@
 """16-bit matrix products on a CPU that has no 16-bit matrix instructions.
 
-On such a CPU torch runs a 16-bit product 80 to 200 times slower than the fp32 one. A tensor core does something else:
+On such a CPU torch runs a 16-bit product dozens of times slower than the fp32 one. A tensor core does something else:
 it multiplies the 16-bit inputs exactly, sums in fp32 and rounds the result once. So do these kernels: widen the inputs
 (exact), run torch's own fp32 kernel, round once. An fp32 product of two 16-bit numbers is exact (11 + 11 bits of
 mantissa fit in 24), so only the order of the fp32 sums differs from a GPU's; a result beyond 65519 becomes inf in

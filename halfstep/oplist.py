@@ -177,7 +177,7 @@ def _kernel(name: str, device_type: str) -> Callable[..., Any]:
                     "Use binary_cross_entropy_with_logits on the raw output, or keep the loss in fp32 with a rule.",
                 )
             if kind == "set_dtype":
-                if _eligible(args[0], device_type):
+                if eligible(args[0], device_type):
                     if not dtype_is_positional:
                         kwargs.setdefault("dtype", torch.float32)
                     elif len(args) == 2:
@@ -199,7 +199,7 @@ def _kernel(name: str, device_type: str) -> Callable[..., Any]:
     return kernel
 
 
-def _eligible(value: Any, device_type: str) -> bool:
+def eligible(value: Any, device_type: str) -> bool:
     """torch's rule: a floating tensor of the region's device, double left alone."""
     return (
         isinstance(value, torch.Tensor)
@@ -211,7 +211,7 @@ def _eligible(value: Any, device_type: str) -> bool:
 
 def _cast(value: Any, dtype: torch.dtype, device_type: str) -> Any:
     if isinstance(value, torch.Tensor):
-        return value.to(dtype) if value.dtype != dtype and _eligible(value, device_type) else value
+        return value.to(dtype) if value.dtype != dtype and eligible(value, device_type) else value
     if isinstance(value, (list, tuple)):
         return [_cast(item, dtype, device_type) for item in value]
     return value

@@ -65,15 +65,19 @@ def apply(
                 torch._foreach_div_(list(gradients), divisor)
             optimizer.step()
             return True
-    is_one = isinstance(divisor, float) and divisor == 1.0
     fused: Any = optimizer
-    fused.grad_scale = None if is_one else torch.as_tensor(divisor, device=found.device)
+    fused.grad_scale = None if is_one(divisor) else torch.as_tensor(divisor, device=found.device)
     fused.found_inf = found
     try:
         optimizer.step()
     finally:
         del fused.grad_scale, fused.found_inf
     return None
+
+
+def is_one(divisor: torch.Tensor | float) -> bool:
+    """Whether dividing by it is known to change nothing; a tensor's value is not looked at."""
+    return isinstance(divisor, float) and divisor == 1.0
 
 
 def _takes_found_inf(optimizer: Optimizer) -> bool:

@@ -253,8 +253,7 @@ def _ruled(module: nn.Module, wrapped: Any, device_type: str) -> Callable[..., A
 
 def _to_fp32(values: Any, device_type: str) -> Any:
     def cast(tensor: torch.Tensor) -> torch.Tensor:
-        floats = tensor.is_floating_point() and tensor.dtype != torch.float64
-        return tensor.float() if floats and tensor.device.type == device_type else tensor
+        return tensor.float() if oplist.eligible(tensor, device_type) else tensor
 
     return tree_map_only(torch.Tensor, cast, values)
 

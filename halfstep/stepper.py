@@ -37,7 +37,7 @@ from halfstep.gradients import (
     take_gradients,
 )
 from halfstep.hardware import Hardware
-from halfstep.optimizer import apply, check_optimizer, check_step
+from halfstep.optimizer import apply, check_optimizer, check_step, is_one
 from halfstep.policy import Policy
 from halfstep.record import Producer, find_producer
 from halfstep.region import Region
@@ -400,7 +400,7 @@ class Stepper:
         # Clip, with the formula of torch.nn.utils.clip_grad_norm_. It divides, since that rounds once.
         if self.max_norm is not None:
             clip = ((norm + 1e-6) / self.max_norm).clamp_(min=1.0)
-            divisor = clip if _is_one(divisor) else clip * divisor
+            divisor = clip if is_one(divisor) else clip * divisor
         numbers = torch.stack([_over(window.loss_sum, window.count), norm, self.scale.value, found])
         # Step.
         try:
@@ -532,13 +532,8 @@ def _kind(value: object) -> str:
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
 
 
-def _is_one(divisor: torch.Tensor | float) -> bool:
-    """Whether dividing by it is known to change nothing; a tensor's value is not looked at."""
-    return isinstance(divisor, float) and divisor == 1.0
-
-
 def _over(value: torch.Tensor, divisor: torch.Tensor | float) -> torch.Tensor:
-    return value if _is_one(divisor) else value / divisor
+    return value if is_one(divisor) else value / divisor
 
 
 def _names(model: nn.Module, parameters: Iterable[torch.Tensor]) -> list[str]:
