@@ -8,6 +8,8 @@ from contextlib import contextmanager
 
 import torch
 
+_SIXTEEN_BIT = (torch.float16, torch.bfloat16)
+
 Gradients = dict[torch.Tensor, torch.Tensor]
 """Parameter to its gradient."""
 
@@ -48,9 +50,32 @@ def dropping_gradients(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
             handle.remove()
 
 
+def divide(gradients: Iterable[torch.Tensor], divisor: torch.Tensor | float) -> None:
+    """Divide each gradient, in place."""
+    if not is_one(divisor):
+        torch._foreach_div_(list(gradients), divisor)
+
+
+def is_one(divisor: torch.Tensor | float) -> bool:
+    """Whether dividing by it is known to change nothing; a tensor's value is not looked at."""
+    return isinstance(divisor, float) and divisor == 1.0
+
+
+def put_gradients(gradients: Mapping[torch.Tensor, torch.Tensor]) -> None:
+    """Move gradients into ``.grad``. A 16-bit weight takes any; one that became fp32 meanwhile takes fp32 alone."""
+    for parameter, gradient in gradients.items():
+        parameter.grad = gradient if parameter.dtype in _SIXTEEN_BIT else gradient.to(parameter.dtype)
+
+
 def norms_of(gradients: Iterable[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-    """The 2-norm of each gradient, and of all together, on the device."""
-    norms = torch._foreach_norm([_values(gradient) for gradient in gradients])
+    """The 2-norm of each gradient, and of all together, in fp32 on the device."""
+    values = [_values(gradient) for gradient in gradients]
+    low = [value for value in values if value.dtype in _SIXTEEN_BIT]
+    rest = [value for value in values if value.dtype not in _SIXTEEN_BIT]
+    # The norm of an fp16 gradient may be beyond fp16. In two lists, since torch's fast path takes one dtype at a time.
+    of_low = iter(torch._foreach_norm(low, dtype=torch.float32) if low else ())
+    of_rest = iter(torch._foreach_norm(rest) if rest else ())
+    norms = tuple(next(of_low if value.dtype in _SIXTEEN_BIT else of_rest) for value in values)
     return norms, torch.linalg.vector_norm(torch.stack(norms))
 
 

@@ -4,9 +4,24 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch._C._dynamo import eval_frame
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_SKIP = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+
+
+def untraced(function: F) -> F:
+    """Keep torch.compile out of ``function`` and what it calls.
+
+    What ``torch.compiler.disable`` does, without its import of the compiler and its cost in each call.
+    """
+    eval_frame.set_code_exec_strategy(function.__code__, _SKIP)  # where it is called by what runs uncompiled
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]  # where it is called by what is compiled
+    return function
 
 
 class Kernels:
@@ -52,6 +67,8 @@ class Kernels:
         assert self._library is not None, "kernels are added by a user"
         if name in self._names:
             return
+        # Where torch.compile runs a part of a model uncompiled, it would look into the kernels of its operations.
+        untraced(kernel)
         with warnings.catch_warnings():
             # torch says once that a kernel is overridden, which is the purpose.
             warnings.simplefilter("ignore")

@@ -14,6 +14,7 @@ file.
 from __future__ import annotations
 
 import difflib
+import fnmatch
 import math
 import re
 import tomllib
@@ -28,7 +29,7 @@ from halfstep.hardware import Hardware, detect
 
 COMPUTE = ("auto", "fp32", "tf32", "bf16", "fp16")
 RULE_FORMATS = ("fp32", "bf16", "fp16")
-MASTERS = ("fp32",)
+MASTERS = ("fp32", "copy", "split16", "split8", "kahan", "stochastic")
 ON_OVERFLOW = ("replay", "skip")
 ON_EXHAUSTED = ("stop", "promote")
 PRESETS = {"default": 2.0**16, "conservative": 2.0**8}
@@ -95,7 +96,8 @@ class Policy:
                   innermost matching module decides, and of two rules for one module the later one.
     ops:          rules (name of an aten operation such as ``softmax``, format), stronger than torch's own lists. They
                   act where the region computes in 16 bit, so not inside a module that a rule keeps in fp32.
-    master:       layout of the weights that the optimizer moves; ``fp32`` is autocast's way.
+    master:       layout of the weights that the optimizer moves; ``fp32`` is autocast's way, any other keeps 16-bit
+                  weights in the model (see ``halfstep.layouts``).
     tf32:         whether products that stay in fp32 may use TF32 tensor cores. Off: a rule that says fp32 means it.
     scale:        the loss scale; ``None`` picks a dynamic one for fp16 and none otherwise.
     on_overflow:  ``replay`` runs an overflowed micro-batch again at a lower scale, ``skip`` drops the step like torch.
@@ -138,6 +140,12 @@ class Policy:
                 "a replay has to lower the scale at once, or it would overflow again",
                 "Add on_overflow=skip, or leave hysteresis at 1.",
             )
+        if self.master != "fp32" and self.compute in ("fp32", "tf32"):
+            raise HalfstepError(
+                f"{self.compute} master={self.master}",
+                "this layout keeps 16-bit weights in the model, and the policy computes in no 16-bit format",
+                "Compute in bf16 or fp16, or leave master out.",
+            )
         low_ops = [f"op:{name}={format}" for name, format in self.ops if format in SIXTEEN_BIT]
         if self.compute in ("fp32", "tf32") and low_ops and not SIXTEEN_BIT & {format for _, format in self.modules}:
             raise HalfstepError(
@@ -156,6 +164,15 @@ class Policy:
         """Every format that the policy asks a device for."""
         rules = {format for _, format in (*self.modules, *self.ops)}
         return frozenset({self.compute, *rules, *({"tf32"} if self.tf32 else ())} - {"auto"})
+
+    def format_of(self, module: str) -> str:
+        """The format that the module of this qualified name computes in, by the innermost rule that holds for it."""
+        while module:
+            formats = [format for pattern, format in self.modules if fnmatch.fnmatchcase(module, pattern)]
+            if formats:
+                return formats[-1]
+            module = module.rpartition(".")[0]
+        return self.compute
 
     def with_module(self, name: str, format: str) -> Policy:
         """The same policy with one more module rule."""
@@ -307,7 +324,10 @@ def resolve(policy: str | Policy, hardware: Hardware) -> tuple[Policy, str]:
     if policy.compute == "auto":
         chosen, reason = auto_policy(hardware)
         scale = policy.scale if policy.scale.kind != "none" else replace(policy.scale, kind=chosen.scale.kind)
-        policy = replace(policy, compute=chosen.compute, scale=scale)
+        master = policy.master if chosen.compute in SIXTEEN_BIT else "fp32"
+        if master != policy.master:
+            reason += f"; master={policy.master} keeps 16-bit weights, and has no use there"
+        policy = replace(policy, compute=chosen.compute, scale=scale, master=master)
     if emulated := sorted(policy.formats & hardware.emulated):
         reason += (
             f"; {', '.join(emulated)} through cpu16, since {hardware.name} has no such matrix instructions: "

@@ -18,6 +18,7 @@ import contextlib
 import fnmatch
 import itertools
 import re
+import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -34,6 +35,7 @@ from halfstep.errors import HalfstepError
 from halfstep.events import RunInfo
 from halfstep.formats import FORMATS, SIXTEEN_BIT
 from halfstep.hardware import Hardware, detect
+from halfstep.kernels import untraced
 from halfstep.policy import Policy, resolve
 
 _tokens = itertools.count()
@@ -65,6 +67,12 @@ class Region:
         self._entered: list[Any] = []
         self._casts = _HeldCasts()
         weakref.finalize(self, self._casts.drop)
+        self._weights = list(model.parameters())
+        if self._is_low:
+            # Cast weights go stale when the model changes them in place between two calls, and after an optimizer's
+            # step; torch's fused optimizers change weights without counting it as a version.
+            weakref.finalize(self, model.register_forward_pre_hook(_drop_stale_casts).remove)
+            weakref.finalize(self, register_optimizer_step_post_hook(_drop_all_casts).remove)
         oplist.check_rules(self.policy.ops)
         self._op_rules = {name: FORMATS[format].dtype for name, format in self.policy.ops}
         self._op_rules_if_low = self._op_rules if self.policy.formats & SIXTEEN_BIT else None
@@ -85,17 +93,20 @@ class Region:
 
     # Opening and closing. Each saved state is one tuple, and closing restores exactly what opening found.
 
+    @untraced
     def __enter__(self) -> Self:
         self._entered.append(self._begin())
         kind = self.device.type
         self._entered.append(_set_autocast(kind, self._is_low, self._dtype, True, self._casts.kept))
         return self
 
+    @untraced
     def __exit__(self, *exception: object) -> None:
         _restore_autocast(self.device.type, self._entered.pop(), self._casts.kept)
         self._finish(self._entered.pop())
 
     @contextlib.contextmanager
+    @untraced
     def backward(self) -> Iterator[None]:
         """What a backward pass of this region needs while it runs: its rules for recomputation, and cpu16."""
         saved = self._begin()
@@ -105,6 +116,7 @@ class Region:
             self._finish(saved)
 
     @contextlib.contextmanager
+    @untraced
     def inference(self) -> Iterator[None]:
         """The same formats without gradients, for evaluation: under ``torch.inference_mode``, without a loss scale.
 
@@ -120,12 +132,14 @@ class Region:
                 _restore_autocast(self.device.type, autocast, self._casts.kept)
                 self._finish(saved)
 
+    @untraced
     def _begin(self) -> tuple[bool, bool] | None:
         tf32 = _set_tf32(self.policy.uses_tf32) if self.device.type == "cuda" else None
         _opened.append(self)
         oplist.active, cpu16.active = self._op_rules_if_low, self._needs_cpu16
         return tf32
 
+    @untraced
     def _finish(self, tf32: tuple[bool, bool] | None) -> None:
         del _opened[len(_opened) - 1 - _opened[::-1].index(self)]
         inner = _opened[-1] if _opened else None
@@ -143,7 +157,9 @@ class Region:
         go on using them. A change through ``.data`` goes unseen.
         """
         if self._is_low:
-            self._casts.keep(sum(parameter._version for parameter in self.model.parameters()))
+            if not self._casts.kept:
+                self._weights = list(self.model.parameters())  # it may have got others since
+            self._casts.keep(_version_of(self._weights))
 
     def release(self) -> None:
         """Drop what :meth:`hold` kept. Releasing twice is harmless."""
@@ -164,25 +180,39 @@ class _HeldCasts:
     def __init__(self) -> None:
         self.kept = False
         self._version = 0
-        self._hook: Any = None
 
     def keep(self, version: int) -> None:
-        if self.kept:
-            is_stale = version != self._version
-        else:
-            is_stale = torch.autocast_increment_nesting() > 1
-            # torch's fused optimizers change weights without counting it as a version.
-            self._hook = register_optimizer_step_post_hook(lambda *_: torch.clear_autocast_cache())
-        if is_stale:
+        if not self.kept and torch.autocast_increment_nesting() > 1:
             torch.clear_autocast_cache()
-        self.kept, self._version = True, version
+        self.kept = True
+        self.check(version)
+
+    def check(self, version: int) -> None:
+        """Drop the casts if a weight has another version than the last time."""
+        if version != self._version:
+            torch.clear_autocast_cache()
+        self._version = version
 
     def drop(self) -> None:
         if self.kept:
             self.kept = False
-            self._hook.remove()
             if torch.autocast_decrement_nesting() == 0:
                 torch.clear_autocast_cache()
+
+
+def _version_of(weights: list[nn.Parameter]) -> int:
+    """A number that grows when a weight is changed in place."""
+    return sum([weight._version for weight in weights])
+
+
+def _drop_stale_casts(model: nn.Module, args: Any) -> None:
+    """Before the model of an open region is called. A compiled graph casts for itself and keeps nothing."""
+    if not torch.compiler.is_compiling() and _opened and _opened[-1].model is model:
+        _opened[-1]._casts.check(_version_of(_opened[-1]._weights))
+
+
+def _drop_all_casts(*_: Any) -> None:
+    torch.clear_autocast_cache()
 
 
 class ModuleRule:
@@ -298,6 +328,19 @@ def device_of(model: nn.Module) -> torch.device:
     return devices.pop() if devices else torch.device("cpu")
 
 
+def _set_backward_autocast(form: str) -> str | None:
+    """How torch.compile, if it is in use, traces a backward pass: eager backward runs without autocast.
+
+    Its default, ``same_as_forward``, rounds the gradients of what an fp32 rule kept in fp32. Returns what it was.
+    """
+    config: Any = sys.modules.get("torch._functorch.config")
+    saved: str | None = getattr(config, "backward_pass_autocast", None)
+    if saved is not None and saved != form:
+        config.backward_pass_autocast = form
+    return saved
+
+
+@untraced
 def _set_autocast(device_type: str, enabled: bool, dtype: torch.dtype, cache: bool, held: bool) -> tuple[Any, ...]:
     """What ``torch.autocast.__enter__`` does, without building an object for every micro-batch.
 
@@ -308,6 +351,7 @@ def _set_autocast(device_type: str, enabled: bool, dtype: torch.dtype, cache: bo
         torch.is_autocast_enabled(device_type),
         torch.get_autocast_dtype(device_type),
         torch.is_autocast_cache_enabled(),
+        _set_backward_autocast("off"),
     )
     torch.set_autocast_enabled(device_type, enabled)
     if enabled:
@@ -318,12 +362,15 @@ def _set_autocast(device_type: str, enabled: bool, dtype: torch.dtype, cache: bo
     return saved
 
 
+@untraced
 def _restore_autocast(device_type: str, saved: tuple[Any, ...], held: bool) -> None:
     if not (torch.autocast_decrement_nesting() == 1 and held):
         torch.clear_autocast_cache()
     torch.set_autocast_enabled(device_type, saved[0])
     torch.set_autocast_dtype(device_type, saved[1])
     torch.set_autocast_cache_enabled(saved[2])
+    if saved[3] is not None:
+        _set_backward_autocast(saved[3])
 
 
 def _set_tf32(allowed: bool) -> tuple[bool, bool]:

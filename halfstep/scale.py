@@ -86,14 +86,11 @@ class DynamicScale(NoScale):
 
     def update(self, found: torch.Tensor) -> None:
         s = self.settings
-        lower = found
-        if s.hysteresis > 1:
-            self._num_overflows.add_(found).mul_(found)
-            lower = (self._num_overflows >= s.hysteresis).float()
-            # A tolerated overflow is no clean step: -1 here becomes 0 below.
-            self._num_clean.masked_fill_(found.bool(), -1)
-        torch._amp_update_scale_(self.value, self._num_clean, lower, s.growth, s.backoff, s.interval)
-        self.value.clamp_(s.floor, s.ceiling)
+        update_scale(
+            self.value, self._num_clean, self._num_overflows, found,
+            growth=s.growth, backoff=s.backoff, interval=s.interval,
+            floor=s.floor, ceiling=s.ceiling, hysteresis=s.hysteresis,
+        )  # fmt: skip
 
     def back_off(self) -> float | None:
         before = self.value.item()
@@ -118,6 +115,35 @@ class DynamicScale(NoScale):
         self._num_overflows.fill_(state["num_overflows"])
         # The run that wrote the state may have had other bounds.
         self.value.clamp_(self.settings.floor, self.settings.ceiling)
+
+
+def update_scale(
+    value: torch.Tensor,
+    num_clean: torch.Tensor,
+    num_overflows: torch.Tensor,
+    found: torch.Tensor,
+    *,
+    growth: float,
+    backoff: float,
+    interval: int,
+    floor: float,
+    ceiling: float,
+    hysteresis: int,
+) -> None:
+    """One verdict on the device, in place and without a read.
+
+    value, num_overflows: fp32 scalars, the scale and the overflows in a row.
+    num_clean:            int32 scalar, the clean steps in a row.
+    found:                1.0 for an overflow, else 0.0.
+    """
+    num_overflows.add_(found).mul_(found)
+    lower = found
+    if hysteresis > 1:
+        lower = (num_overflows >= hysteresis).float()
+        # A tolerated overflow is no clean step: -1 here becomes 0 below.
+        num_clean.masked_fill_(found.bool(), -1)
+    torch._amp_update_scale_(value, num_clean, lower, growth, backoff, interval)
+    value.clamp_(floor, ceiling)
 
 
 def make_scale(settings: LossScale, device: torch.device) -> NoScale:

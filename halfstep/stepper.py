@@ -14,7 +14,7 @@ their norm, and nothing is read back to the host.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -24,20 +24,26 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from halfstep.closure import NonFiniteEvaluation, needs_closure, step_by_closure
 from halfstep.errors import HalfstepError, ScaleExhausted
 from halfstep.events import Overflow, RunInfo, StepReport
 from halfstep.gradients import (
+    Gradients,
     add_gradients,
     dropping_gradients,
     gradients_of,
     is_not_finite,
+    is_one,
     nonfinite,
     nonfinite_share,
     norms_of,
+    put_gradients,
     take_gradients,
 )
 from halfstep.hardware import Hardware
-from halfstep.optimizer import apply, check_optimizer, check_step, is_one
+from halfstep.kernels import untraced
+from halfstep.master import Masters
+from halfstep.optimizer import apply, check_optimizer, check_step, unscale
 from halfstep.policy import Policy
 from halfstep.record import Producer, find_producer
 from halfstep.region import Region
@@ -63,6 +69,24 @@ class _Window:
     norm: torch.Tensor | None = None
     """Norm of the scaled gradient, where a replay's verdict has taken it already."""
 
+    def add(self, loss: torch.Tensor, count: float | torch.Tensor) -> None:
+        """One more micro-batch. A loss in fp64 keeps its digits, for the line search of an LBFGS."""
+        self.num_micro_batches += 1
+        loss = loss.detach().to(torch.promote_types(loss.dtype, torch.float32))
+        self.loss_sum = loss if self.loss_sum is None else self.loss_sum + loss
+        self.count = self.count + count
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """On a gradient: what it has to be divided by, 1.0 if it is not finite, and whether the scale is the cause."""
+
+    divisor: torch.Tensor | float
+    found: torch.Tensor
+    overflow: torch.Tensor
+    numbers: torch.Tensor
+    """Loss, norm, scale and ``found``, as the report reads them."""
+
 
 class Stepper:
     """Mixed-precision training steps for one model and one optimizer.
@@ -78,6 +102,9 @@ class Stepper:
     sinks:      called with every StepReport, and with an Overflow each time a micro-batch is about to run again.
     keep_casts: keep the 16-bit copies of the weights over a whole window instead of casting them in each micro-batch;
                 2 bytes for each parameter that meets a 16-bit operation, between micro-batches too.
+
+    passes_closure: the optimizer evaluates the loss itself, several times a step, so that it is handed a closure; see
+                halfstep/closure.py. None finds out: LBFGS and sharpness-aware optimizers do.
 
     A scheduler, an ``on_applied`` hook, BatchNorm statistics and an optimizer without ``found_inf`` need the verdict on
     the host, one read a window; so does the first step of an SGD with momentum. Replay needs it once a micro-batch.
@@ -95,6 +122,7 @@ class Stepper:
         on_applied: Callable[[StepReport], None] | None = None,
         sinks: Sequence[Callable[[StepReport | Overflow], None]] = (),
         keep_casts: bool = True,
+        passes_closure: bool | None = None,
         hardware: Hardware | None = None,
     ) -> None:
         if not hasattr(accumulate, "__index__") or accumulate < 1:
@@ -103,13 +131,22 @@ class Stepper:
             raise HalfstepError(
                 f"max_norm={max_norm}", "a norm is clipped to a positive number", "Use None to not clip."
             )
-        check_optimizer(model, optimizer)
+        self.region = Region(model, policy, hardware)
+        check_optimizer(model, optimizer, self.policy.master)
+        self._passes_closure = needs_closure(optimizer) if passes_closure is None else passes_closure
+        if self._passes_closure and accumulate != 1:
+            raise HalfstepError(
+                f"accumulate={accumulate} with {type(optimizer).__name__}",
+                "it evaluates the loss of a window anew, whose earlier batches are gone by then",
+                "Use accumulate=1, and a closure that sums over its batches and returns (sum, count).",
+            )
         if scheduler is not None:
             check_step("scheduler", scheduler, "Call it yourself, after a report whose 'applied' is True.")
         self.model, self.optimizer = model, optimizer
         self.accumulate, self.max_norm = accumulate, max_norm
         self.scheduler, self.on_applied, self.sinks = scheduler, on_applied, tuple(sinks)
-        self.region = Region(model, policy, hardware)
+        self.masters = Masters(model, optimizer, self.policy)
+        self.masters.settle(self.policy)
         self.scale = make_scale(self.policy.scale, self.region.device)
         self.num_steps = 0
         self._keeps_casts = keep_casts and accumulate > 1
@@ -134,6 +171,7 @@ class Stepper:
 
     # A micro-batch.
 
+    @untraced
     def step(self, closure: Callable[[], Loss]) -> StepReport | None:
         """One micro-batch: ``closure`` runs the forward pass and returns the loss, or (sum, count).
 
@@ -141,20 +179,22 @@ class Stepper:
         with the same random state when its gradient overflowed, so it has to use a batch that was drawn before the
         call.
         """
-        if self._can_replay:
-            self._begin_micro_batch()
-            loss, count = self._replay_until_finite(closure)
-        else:
-            with self.forward():
-                loss, count = self._read_loss(closure())
-            self._accumulate(loss)
+        self._begin_micro_batch()
+        loss, count = self._differentiate(closure)
         return self._end_micro_batch(loss, count, closure)
 
     def forward(self) -> Region:
         """The region for a forward pass, where a loop cannot pass a closure; :meth:`backward` takes its loss."""
+        if self._passes_closure:
+            raise HalfstepError(
+                f"a loop without a closure and with {type(self.optimizer).__name__}",
+                "this optimizer evaluates the loss several times a step",
+                "Use stepper.step(closure).",
+            )
         self._begin_micro_batch()
         return self.region
 
+    @untraced
     def backward(self, loss: Loss) -> StepReport | None:
         """The second half of a micro-batch that began with ``with stepper.forward():``.
 
@@ -164,6 +204,7 @@ class Stepper:
         self._accumulate(loss)
         return self._end_micro_batch(loss, count, None)
 
+    @untraced
     def flush(self) -> StepReport | None:
         """End a window that is shorter than ``accumulate``, weighted by what it holds. None if it holds nothing."""
         return self._end_window(None) if self._window.num_micro_batches else None
@@ -172,10 +213,15 @@ class Stepper:
         """The policy's formats for evaluation: no gradients, no loss scale; see :meth:`Region.inference`."""
         return self.region.inference()
 
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The exact weight of each parameter in fp32, by name and one at a time; see :meth:`Masters.weights`."""
+        return self.masters.weights()
+
     def _begin_micro_batch(self) -> None:
         if self._window.num_micro_batches == 0:
             # Drop what a backward pass of somebody else left there, as a GAN's other half does.
             take_gradients(self.optimizer)
+            self.masters.settle(self.policy)
             self._statistics.save()
         if self._keeps_casts:
             self.region.hold()
@@ -210,6 +256,15 @@ class Stepper:
             self._unit = 2.0 ** round(math.log2(usual)) if 0 < usual < math.inf else 1.0
         return loss.reshape(()), count
 
+    def _differentiate(self, closure: Callable[[], Loss]) -> tuple[torch.Tensor, float | torch.Tensor]:
+        """Loss and count of one micro-batch. Its gradient is added to the sums."""
+        if self._can_replay:
+            return self._replay_until_finite(closure)
+        with self.region:
+            loss, count = self._read_loss(closure())
+        self._accumulate(loss)
+        return loss, count
+
     def _run_backward(self, loss: torch.Tensor) -> None:
         """Backward of loss x scale / unit: the factor is where the gradient starts, which costs no operation."""
         start = _over(self.scale.value, self._unit or 1.0)
@@ -229,12 +284,11 @@ class Stepper:
     def _end_micro_batch(
         self, loss: torch.Tensor, count: float | torch.Tensor, closure: Callable[[], Loss] | None
     ) -> StepReport | None:
-        window = self._window
-        window.num_micro_batches += 1
-        loss = loss.detach().float()
-        window.loss_sum = loss if window.loss_sum is None else window.loss_sum + loss
-        window.count = window.count + count
-        return self._end_window(closure) if window.num_micro_batches >= self.accumulate else None
+        self._window.add(loss, count)
+        if self._window.num_micro_batches >= self.accumulate:
+            return self._end_window(closure)
+        self.masters.sum_in_fp32()
+        return None
 
     # Replay.
 
@@ -301,8 +355,7 @@ class Stepper:
                 sums = {}  # stopped: the window is gone
             raise
         finally:
-            for parameter, gradient in sums.items():
-                parameter.grad = gradient
+            put_gradients(sums)
         return loss, count
 
     def _promote_or_stop(
@@ -319,6 +372,7 @@ class Stepper:
         promotes = self.policy.on_exhausted == "promote" and producer is not None and producer.is_module
         if promotes and producer is not None and (producer.module, "fp32") not in self.policy.modules:
             self.region.promote(producer.module)
+            self.masters.settle(self.policy)
             self._promoted.append(producer.module)
             return True
         if not may_stop:
@@ -377,6 +431,49 @@ class Stepper:
     @torch.no_grad()
     def _end_window(self, closure: Callable[[], Loss] | None) -> StepReport:
         window = self._window
+        gradients, verdict = self._judge(window)
+        self.region.release()
+        self.num_steps += 1
+        is_replayed = self._can_replay and closure is not None
+        needs_verdict = self._needs_verdict(is_replayed)
+        # Step.
+        try:
+            if self._passes_closure and closure is not None:
+                applied, gradients, verdict = self._apply_by_closure(closure, window, gradients, verdict)
+            else:
+                applied = apply(self.masters, gradients, verdict.divisor, verdict.found, needs_verdict)
+        except BaseException:
+            self._drop_window()
+            raise
+        if applied is None and needs_verdict:
+            applied = verdict.found.item() == 0.0
+        bad: list[torch.Tensor] = []
+        if applied is False:
+            self._statistics.restore()
+            if window.nonfinite_share is None:
+                window.nonfinite_share = nonfinite_share(gradients.values())
+            # In a replay an exhausted scale is noticed where it happens, in the micro-batch.
+            if not is_replayed and verdict.overflow and self.scale.is_exhausted():
+                bad = nonfinite(gradients, norms_of(gradients.values())[0])
+        # Update.
+        self.scale.update(verdict.overflow)
+        self._clear_window()
+        why = partial(_why, window.count)
+        report = StepReport(self.num_steps, verdict.numbers.tolist, why, window.num_replays, window.nonfinite_share)
+        if applied:
+            if self.scheduler is not None:
+                self.scheduler.step()
+            if self.on_applied is not None:
+                self.on_applied(report)
+        for sink in self.sinks:
+            sink(report)
+        if bad:
+            with torch.enable_grad():
+                self._promote_or_stop(closure, bad, self.num_steps)
+        return report
+
+    def _judge(self, window: _Window) -> tuple[Gradients, _Verdict]:
+        """The gradients of a window, sums of loss x scale / unit, and what is to be done with them."""
         gradients = gradients_of(self.optimizer)
         if not gradients or window.loss_sum is None:
             self._drop_window()
@@ -385,10 +482,7 @@ class Stepper:
                 "no parameter of the optimizer got one",
                 "Build the optimizer over the parameters that the loss depends on.",
             )
-        self.region.release()
-        self.num_steps += 1
-
-        # Unscale: the gradients are sums of loss x scale / unit, the true one is their mean over the window's count.
+        # Unscale: the true gradient is their mean over the window's count.
         scaled_norm = norms_of(gradients.values())[1] if window.norm is None else window.norm
         divisor = window.count / (self._unit or 1.0)
         if self.scale.kind != "none":
@@ -402,39 +496,30 @@ class Stepper:
             clip = ((norm + 1e-6) / self.max_norm).clamp_(min=1.0)
             divisor = clip if is_one(divisor) else clip * divisor
         numbers = torch.stack([_over(window.loss_sum, window.count), norm, self.scale.value, found])
-        # Step.
-        try:
-            applied = apply(self.optimizer, list(gradients.values()), divisor, found)
-        except BaseException:
-            self._drop_window()
-            raise
-        is_replayed = self._can_replay and closure is not None
-        if applied is None and self._needs_verdict(is_replayed):
-            applied = found.item() == 0.0
-        bad: list[torch.Tensor] = []
-        if applied is False:
-            self._statistics.restore()
-            if window.nonfinite_share is None:
-                window.nonfinite_share = nonfinite_share(gradients.values())
-            # In a replay an exhausted scale is noticed where it happens, in the micro-batch.
-            if not is_replayed and overflow and self.scale.is_exhausted():
-                bad = nonfinite(gradients, norms_of(gradients.values())[0])
-        # Update.
-        self.scale.update(overflow)
-        self._clear_window()
-        why = partial(_why, window.count)
-        report = StepReport(self.num_steps, numbers.tolist, why, window.num_replays, window.nonfinite_share)
-        if applied:
-            if self.scheduler is not None:
-                self.scheduler.step()
-            if self.on_applied is not None:
-                self.on_applied(report)
-        for sink in self.sinks:
-            sink(report)
-        if bad:
-            with torch.enable_grad():
-                self._promote_or_stop(closure, bad, self.num_steps)
-        return report
+        return gradients, _Verdict(divisor, found, overflow, numbers)
+
+    def _apply_by_closure(
+        self, closure: Callable[[], Loss], window: _Window, gradients: Gradients, verdict: _Verdict
+    ) -> tuple[bool, Gradients, _Verdict]:
+        """Let the optimizer evaluate the loss itself; the window is the first evaluation.
+
+        One that is not finite undoes the step, and it is what the report and the scale then go by.
+        """
+        if not unscale(list(gradients.values()), verdict.divisor, verdict.found):
+            return False, gradients, verdict
+
+        def evaluate() -> torch.Tensor:
+            take_gradients(self.optimizer)
+            window.num_micro_batches, window.loss_sum, window.count, window.norm = 0, None, 0.0, None
+            window.add(*self._differentiate(closure))
+            with torch.no_grad():
+                gradients, verdict = self._judge(window)
+                if not unscale(list(gradients.values()), verdict.divisor, verdict.found):
+                    raise NonFiniteEvaluation(verdict)
+            return verdict.numbers[0]
+
+        failure = step_by_closure(self.optimizer, verdict.numbers[0], evaluate)
+        return failure is None, gradients_of(self.optimizer), verdict if failure is None else failure.verdict
 
     def _needs_verdict(self, is_replayed: bool) -> bool:
         looks_at_scale = self.scale.kind == "dynamic" and self.num_steps % _CHECK_EVERY == 0 and not is_replayed

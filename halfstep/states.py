@@ -1,0 +1,139 @@
+"""Optimizer states beside 16-bit weights: slices of them, and loading that keeps their formats.
+
+A step that has an fp32 weight only for a moment takes a large parameter in slices, so that the moment costs little
+memory. That is right for optimizers that work element by element; of each state they see the same slice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import optim
+
+GRAIN = 4096
+"""Slices begin at multiples of this and are never shorter: whole SIMD vectors, whole blocks of quantised states, and
+the size from which torchao and bitsandbytes quantise."""
+
+_ELEMENTWISE = (
+    *(optim.Adadelta, optim.Adagrad, optim.Adam, optim.AdamW, optim.Adamax, optim.ASGD),
+    *(optim.NAdam, optim.RAdam, optim.RMSprop, optim.Rprop, optim.SGD),
+)
+_QUANTISED = {
+    "torchao.optim": ("Adam8bit", "AdamW8bit", "AdamFp8", "AdamWFp8"),
+    "bitsandbytes.optim": ("Adam8bit", "AdamW8bit", "SGD8bit", "RMSprop8bit", "Adagrad8bit", "Lion8bit"),
+}
+_BITSANDBYTES_BLOCK = 256
+
+
+def scratch_bytes(optimizer: optim.Optimizer) -> int:
+    """Bytes that a step needs for each element of a slice: the fp32 weight and gradient, and temporaries.
+
+    torch's own optimizers take two more fp32 ones at most. Those with quantised states unpack them: torchao, where it
+    is not compiled, through several int64 tensors.
+    """
+    return 16 if type(optimizer) in _ELEMENTWISE else 128
+
+
+def slices_at(optimizer: optim.Optimizer, parameter: torch.Tensor) -> bool:
+    """Whether ``optimizer`` moves a slice of ``parameter`` as it would move it as a part of the whole."""
+    if not parameter.is_contiguous():
+        return False
+    kind = type(optimizer)
+    if kind in _ELEMENTWISE:
+        return True
+    package = ".".join(kind.__module__.split(".")[:2])
+    if kind.__name__ not in _QUANTISED.get(package, ()):
+        return False
+    # torchao keeps a state in fp32 unless its blocks come out even; a slice of one would.
+    block_size = getattr(optimizer, "block_size", 1)
+    return parameter.numel() % block_size == 0 and GRAIN % block_size == 0
+
+
+def slice_state(state: Mapping[str, Any], numel: int, start: int, stop: int) -> dict[str, Any]:
+    """The state of elements ``start`` to ``stop`` of a parameter with ``numel``: views, and a copy of each scalar."""
+    return {name: _slice(name, value, numel, start, stop) for name, value in state.items()}
+
+
+def _slice(name: str, value: Any, numel: int, start: int, stop: int) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    if hasattr(value, "codes"):  # torchao's quantised tensors: codes, one scale a block, a table
+        block = value.codes.numel() // value.scale.numel()
+        return _rebuilt(value, value.codes.view(-1)[start:stop], value.scale[start // block : stop // block])
+    if name.startswith("absmax"):
+        return value[start // _BITSANDBYTES_BLOCK : -(-stop // _BITSANDBYTES_BLOCK)]
+    if value.numel() == numel:
+        return value.view(-1)[start:stop]
+    return value.clone() if value.numel() == 1 else value
+
+
+def merge_state(whole: dict[str, Any], part: Mapping[str, Any], parameter: torch.Tensor, start: int, stop: int) -> None:
+    """Put back what a step over elements ``start`` to ``stop`` has left in ``part``; what it made new grows to full."""
+    numel = parameter.numel()
+    for name, value in part.items():
+        if name not in whole or whole[name] is None:
+            whole[name] = _grown(name, value, parameter, stop - start)
+        mine = _slice(name, whole[name], numel, start, stop)
+        if isinstance(mine, torch.Tensor) and isinstance(value, torch.Tensor) and mine.shape == value.shape:
+            if value.numel() == 1 and whole[name].numel() == 1:
+                whole[name] = value
+            elif hasattr(value, "codes"):
+                mine.codes.copy_(value.codes)
+                mine.scale.copy_(value.scale)
+            elif mine.data_ptr() != value.data_ptr():
+                mine.copy_(value)
+        else:
+            whole[name] = value
+
+
+def _grown(name: str, value: Any, parameter: torch.Tensor, length: int) -> Any:
+    """Room for the state of a whole parameter, from the one of a slice of ``length`` elements."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if hasattr(value, "codes"):
+        block = value.codes.numel() // value.scale.numel()
+        codes = value.codes.new_empty(parameter.shape)
+        return _rebuilt(value, codes, value.scale.new_empty(parameter.numel() // block))
+    if name.startswith("absmax"):
+        return value.new_empty(-(-parameter.numel() // _BITSANDBYTES_BLOCK))
+    return value.new_empty(parameter.shape) if value.numel() == length else value
+
+
+def _rebuilt(value: Any, codes: torch.Tensor, scale: torch.Tensor) -> Any:
+    names, context = value.__tensor_flatten__()
+    tensors = {name: getattr(value, name) for name in names} | {"codes": codes, "scale": scale}
+    return type(value).__tensor_unflatten__(tensors, context)
+
+
+def keep_formats(optimizer: optim.Optimizer) -> Callable[[], None]:
+    """Make ``optimizer.load_state_dict`` keep the format of every state; returns what takes this back.
+
+    torch casts each floating state to the dtype of its parameter: fp32 moments of a 16-bit weight would be rounded.
+    """
+    loading: list[Mapping[str, Any]] = []
+
+    def remember(_: optim.Optimizer, state: dict[str, Any]) -> None:
+        loading.append(state)
+
+    def put_back(loaded: optim.Optimizer) -> None:
+        saved = loading.pop()
+        ids = [number for group in saved["param_groups"] for number in group["params"]]
+        parameters = [p for group in loaded.param_groups for p in group["params"]]
+        for number, parameter in zip(ids, parameters, strict=True):
+            for name, value in saved["state"].get(number, {}).items():
+                now = loaded.state[parameter][name]
+                if isinstance(value, torch.Tensor) and value.dtype != now.dtype:
+                    loaded.state[parameter][name] = value.detach().to(now.device).clone()
+
+    handles = [
+        optimizer.register_load_state_dict_pre_hook(remember),
+        optimizer.register_load_state_dict_post_hook(put_back),
+    ]
+
+    def remove() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return remove
