@@ -176,11 +176,7 @@ def align(
     """
     policy = Policy.parse(policy)
     if multiple is not None:
-        if isinstance(multiple, bool) or not hasattr(multiple, "__index__") or operator.index(multiple) < 1:
-            raise HalfstepError(
-                f"multiple={multiple!r}", "sizes are multiples of a whole number", "Use 8, 16, 64 or 128."
-            )
-        multiple = operator.index(multiple)
+        multiple = _whole(multiple)
     if not isinstance(pad, bool | str):
         raise HalfstepError(
             f"pad={pad!r}", "it is a switch, or one pattern of names", "Use True, or a name such as 'lm_head'."
@@ -188,7 +184,7 @@ def align(
     modules = dict(model.named_modules())
     _check(modules, policy)
     layers = _layers(modules, policy, multiple)
-    if pad:
+    if pad is not False:
         for layer in _chosen(layers, pad):
             linear = modules[layer.name]
             linear.__class__ = PaddedLinear
@@ -197,6 +193,16 @@ def align(
     known = {id(parameter) for layer in layers for parameter in modules[layer.name].parameters()}
     unknown = [name for name, p in model.named_parameters() if p.dim() > 1 and id(p) not in known]
     return AlignReport(str(policy), layers, tuple(unknown))
+
+
+def _whole(multiple: Any) -> int:
+    try:
+        number = 0 if isinstance(multiple, bool) else operator.index(multiple)
+    except TypeError:
+        number = 0
+    if number < 1:
+        raise HalfstepError(f"multiple={multiple!r}", "sizes are multiples of a whole number", "Use 8, 16, 64 or 128.")
+    return number
 
 
 def _check(modules: Mapping[str, nn.Module], policy: Policy) -> None:

@@ -71,7 +71,7 @@ def _computes_in(device_type: str, dtype: torch.dtype) -> bool:
     return device_type != "cpu"
 
 
-@torch.compiler.assume_constant_result  # so that a compiled function can make an autocast
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # a compiled function may call autocast
 def _stand_by(device_type: str, dtype: torch.dtype) -> None:
     """Put in place what regions of this format need, once a process."""
     if (device_type, dtype) in _stands_for:

@@ -26,8 +26,8 @@ class WeightAverage:
 
     decay: of the EMA, between 0 and 1; None for the plain mean.
 
-    Buffers are not averaged: evaluation sees those of the model. With BatchNorm, run ``torch.optim.swa_utils.update_bn``
-    inside :meth:`swapped`, which puts the model's own statistics back.
+    Buffers are not averaged: evaluation sees those of the model. With BatchNorm run
+    ``torch.optim.swa_utils.update_bn`` inside :meth:`swapped`, which puts the model's own statistics back.
     """
 
     def __init__(self, stepper: Stepper, decay: float | None = 0.999) -> None:
@@ -77,10 +77,14 @@ class WeightAverage:
         if not self.num_updates:
             raise HalfstepError("an average of nothing", "no step was taken in yet", "Call update(report) before.")
         if self._is_swapped:
-            raise HalfstepError("an average that is swapped in already", "the weights are its own", "Use one with block.")
+            raise HalfstepError(
+                "an average that is swapped in already", "the weights are its own", "Use one with block."
+            )
         model = self._stepper.model
         parameters = dict(model.named_parameters())
-        averaged = {parameters[name]: average for name, average in self._averages.items()}
+        averaged: dict[torch.Tensor, torch.Tensor] = {
+            parameters[name]: average for name, average in self._averages.items()
+        }
         own = {tensor: tensor.detach().clone() for tensor in (*averaged, *model.buffers())}
         self._is_swapped = True
         try:

@@ -21,8 +21,8 @@ from halfstep.gradients import gradients_of
 def needs_closure(optimizer: Optimizer) -> bool:
     """Whether ``step()`` cannot do without a closure.
 
-    LBFGS says so in its signature. Sharpness-aware optimizers do not, ``step(closure=None)`` asserts one; they are known
-    by the two halves of their step, ``first_step`` and ``second_step``.
+    LBFGS says so in its signature. Sharpness-aware optimizers do not, their ``step(closure=None)`` asserts one; they
+    are known by the two halves of their step, ``first_step`` and ``second_step``.
     """
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     is_required = closure is not None and closure.default is closure.empty
@@ -34,8 +34,8 @@ def step_by_closure(
 ) -> NonFiniteEvaluation | None:
     """``optimizer.step(closure)``, done wholly or not at all.
 
-    loss:     its value at the weights of now, whose true gradient is in ``.grad``. The closure gives it to an optimizer
-              that begins by asking for it (LBFGS), which saves an evaluation; sharpness-aware ones find it in ``.grad``.
+    loss:     its value at the weights of now, whose true gradient is in ``.grad``. An optimizer that begins by asking
+              for both, as LBFGS does, gets them without an evaluation; a sharpness-aware one begins with ``.grad``.
     evaluate: puts the true gradient at the weights of then into ``.grad`` and returns the true loss; raises
               NonFiniteEvaluation if there is none.
 
@@ -62,7 +62,7 @@ def step_by_closure(
     return None
 
 
-class NonFiniteEvaluation(Exception):  # noqa: N818  it ends a step, not a run
+class NonFiniteEvaluation(Exception):
     """An evaluation whose gradient stayed inf or NaN. ``verdict`` is what its maker knows of it."""
 
     def __init__(self, verdict: Any) -> None:

@@ -124,6 +124,8 @@ class _Weight:
                 parameter.data = values
 
 
+@torch.inference_mode(False)
+@torch.no_grad()
 def cast_for_inference(
     model: nn.Module,
     policy: str | Policy = "auto",
@@ -146,6 +148,10 @@ def cast_for_inference(
     Raises HalfstepError, with the model as it was, for one in training mode, for a policy that the device or the model
     cannot follow, for a ``keep`` that matches nothing, and for a weight too large for the format.
     """
+    if isinstance(model, torch.jit.ScriptModule):
+        raise HalfstepError(
+            "a scripted model", "what its modules do cannot be changed", "Cast the model, then torch.jit.trace it."
+        )
     if model.training:
         raise HalfstepError(
             "a model in training mode",
@@ -192,12 +198,7 @@ def _weights(model: nn.Module, policy: Policy, keep: Sequence[str]) -> list[_Wei
         format, is_ruled = _format_of(prefix, policy)
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             full_name = f"{prefix}.{name}".removeprefix(".")
-            if isinstance(parameter, nn.parameter.UninitializedParameter):
-                raise HalfstepError(
-                    f"{full_name} of a lazy module",
-                    "it has no values yet",
-                    "Call the model once with a batch, then cast it.",
-                )
+            _check(full_name, parameter)
             weight = weights.setdefault(_identity(parameter), _Weight(full_name, [], set()))
             patterns = [pattern for pattern in keep if fnmatch.fnmatchcase(full_name, pattern)]
             for pattern in patterns:
@@ -225,6 +226,19 @@ def _weights(model: nn.Module, policy: Policy, keep: Sequence[str]) -> list[_Wei
         if weight.reason is None and len(weight.formats) > 1:
             weight.reason = BY_SHARING
     return list(weights.values())
+
+
+def _check(name: str, parameter: nn.Parameter) -> None:
+    if isinstance(parameter, nn.parameter.UninitializedParameter):
+        raise HalfstepError(
+            f"{name} of a lazy module", "it has no values yet", "Call the model once with a batch, then cast it."
+        )
+    if parameter.is_inference():
+        raise HalfstepError(
+            f"{name}, made in torch.inference_mode()",
+            "torch lets nobody change it outside",
+            "Build and load the model outside of it; calling it inside is fine.",
+        )
 
 
 def _identity(parameter: nn.Parameter) -> Any:
@@ -274,7 +288,6 @@ def _why_fp32(module: nn.Module, name: str, parameter: nn.Parameter) -> str | No
 # --- casting -------------------------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
 def _num_underflows(weight: _Weight) -> int:
     """How many elements the cast turns to zero. Refuses a weight that it would turn to inf."""
     values = weight.parameters[0].detach()

@@ -110,7 +110,7 @@ class Kahan(Copy):
     def write(self, weight: torch.Tensor, high: torch.Tensor, low: torch.Tensor | None, seed: int) -> None:
         assert low is not None
         high.copy_(weight)
-        error = weight.sub_(high)
+        error = weight.neg_().add_(high).neg_()  # -0.0 where there is none, which keeps the sign of a zero
         error.view(torch.int32).bitwise_and_(_HIGH_BITS)
         low.copy_(error)
 

@@ -44,7 +44,9 @@ _APPEND_DTYPE = {"aten::norm.Scalar": "fp32", "aten::norm.ScalarOpt_dim": "fp32"
 _BANNED = {"aten::binary_cross_entropy": "banned"}
 # On CUDA cuDNN runs these, and a kernel of its own casts for it (ATen/cudnn/AutocastRNN.cpp), which the header has not.
 # A CPU has no such kernel: its autocast would mix formats, or ask oneDNN for an LSTM that most CPUs do not have.
-_RNNS = {f"aten::{name}.{form}": "low" for name in ("lstm", "gru", "rnn_tanh", "rnn_relu") for form in ("input", "data")}
+_RNNS = {
+    f"aten::{name}.{form}": "low" for name in ("lstm", "gru", "rnn_tanh", "rnn_relu") for form in ("input", "data")
+}
 _POSITIONAL_DTYPE = ("softmax", "log_softmax")
 
 
@@ -120,7 +122,7 @@ def _follow_cuda(cpu: Kernels) -> None:
 @functools.cache
 def _differing(key: str) -> tuple[str, ...]:
     """The overloads that the CPU's lists treat in another way than CUDA's. Asked once, before we change an answer."""
-    lists = cuda_lists() | _RNNS
+    lists = {**cuda_lists(), **_RNNS}
     listed_by_cpu = {name for name in torch._C._dispatch_get_all_op_names() if _has_kernel(name, key)}
     # The CPU's C++ kernels of the low-precision list stay: they do the same, and they cache the cast weights.
     same = {name for name in listed_by_cpu if lists.get(name) == "low"}
@@ -144,7 +146,7 @@ def _kernel(name: str, device_type: str) -> Callable[..., Any]:
     own_set = torch._C.DispatchKeySet(dispatch_key)
     below = torch._C._dispatch_keyset_full_after(dispatch_key)
     original = torch.library.get_kernel(op, key) if _has_kernel(name, key) else None
-    kind = (cuda_lists() | _RNNS).get(name, "none") if device_type == "cpu" else "torch"
+    kind = _RNNS.get(name) or cuda_lists().get(name, "none") if device_type == "cpu" else "torch"
     if kind == "low" and original is not None:
         kind = "torch"
     low_dtype = torch.get_autocast_dtype

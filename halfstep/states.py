@@ -1,4 +1,4 @@
-"""Optimizer states beside 16-bit weights: slices of them, and loading that keeps their formats.
+"""Slices of optimizer states.
 
 A step that has an fp32 weight only for a moment takes a large parameter in slices, so that the moment costs little
 memory. That is right for optimizers that work element by element; of each state they see the same slice.
@@ -6,7 +6,7 @@ memory. That is right for optimizers that work element by element; of each state
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -105,35 +105,3 @@ def _rebuilt(value: Any, codes: torch.Tensor, scale: torch.Tensor) -> Any:
     names, context = value.__tensor_flatten__()
     tensors = {name: getattr(value, name) for name in names} | {"codes": codes, "scale": scale}
     return type(value).__tensor_unflatten__(tensors, context)
-
-
-def keep_formats(optimizer: optim.Optimizer) -> Callable[[], None]:
-    """Make ``optimizer.load_state_dict`` keep the format of every state; returns what takes this back.
-
-    torch casts each floating state to the dtype of its parameter: fp32 moments of a 16-bit weight would be rounded.
-    """
-    loading: list[Mapping[str, Any]] = []
-
-    def remember(_: optim.Optimizer, state: dict[str, Any]) -> None:
-        loading.append(state)
-
-    def put_back(loaded: optim.Optimizer) -> None:
-        saved = loading.pop()
-        ids = [number for group in saved["param_groups"] for number in group["params"]]
-        parameters = [p for group in loaded.param_groups for p in group["params"]]
-        for number, parameter in zip(ids, parameters, strict=True):
-            for name, value in saved["state"].get(number, {}).items():
-                now = loaded.state[parameter][name]
-                if isinstance(value, torch.Tensor) and value.dtype != now.dtype:
-                    loaded.state[parameter][name] = value.detach().to(now.device).clone()
-
-    handles = [
-        optimizer.register_load_state_dict_pre_hook(remember),
-        optimizer.register_load_state_dict_post_hook(put_back),
-    ]
-
-    def remove() -> None:
-        for handle in handles:
-            handle.remove()
-
-    return remove

@@ -146,7 +146,6 @@ class Stepper:
         self.accumulate, self.max_norm = accumulate, max_norm
         self.scheduler, self.on_applied, self.sinks = scheduler, on_applied, tuple(sinks)
         self.masters = Masters(model, optimizer, self.policy)
-        self.masters.settle(self.policy)
         self.scale = make_scale(self.policy.scale, self.region.device)
         self.num_steps = 0
         self._keeps_casts = keep_casts and accumulate > 1
@@ -216,6 +215,10 @@ class Stepper:
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The exact weight of each parameter in fp32, by name and one at a time; see :meth:`Masters.weights`."""
         return self.masters.weights()
+
+    def fp32_state_dict(self) -> dict[str, Any]:
+        """``model.state_dict()`` with the exact weights, on the CPU; see :meth:`Masters.fp32_state_dict`."""
+        return self.masters.fp32_state_dict()
 
     def _begin_micro_batch(self) -> None:
         if self._window.num_micro_batches == 0:
@@ -539,7 +542,7 @@ class Stepper:
     # State.
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the loop, in the middle of a window too: counters, scale, and the gradients summed so far.
+        """The state of the loop, in the middle of a window too: counters, scale, rests of master weights, gradients.
 
         The model, the optimizer and the scheduler keep their own. Loading it gives the same next step to the bit.
         """
@@ -559,6 +562,7 @@ class Stepper:
             "scale": self.scale.state_dict(),
             "promoted": list(self._promoted),
             "had_hopeless": self._had_hopeless,
+            "masters": self.masters.state_dict(),
             "window": {
                 "num_micro_batches": window.num_micro_batches,
                 "loss_sum": window.loss_sum,
@@ -571,12 +575,17 @@ class Stepper:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state``. A loss scale of another kind, or gradients of other parameters, are refused."""
+        """Continue from ``state``, after the model has loaded its own.
+
+        The layout of master weights may be another one. A loss scale of another kind, gradients of other parameters,
+        and rests that do not belong to the model's weights are refused.
+        """
         try:
             sums = dict(state["window"])
             gradients, statistics = sums.pop("gradients"), sums.pop("statistics")
             window = _Window(**sums)
-            numbers = {name: state[name] for name in ("num_steps", "unit", "scale", "promoted", "had_hopeless")}
+            names = ("num_steps", "unit", "scale", "promoted", "had_hopeless", "masters")
+            numbers = {name: state[name] for name in names}
         except (KeyError, TypeError):
             raise HalfstepError(
                 "a state without the keys of Stepper.state_dict()",
@@ -591,18 +600,20 @@ class Stepper:
                     "the model has no parameter of this name and shape",
                     "Load the state into the model that it was saved with.",
                 )
+        self.masters.load_state_dict(numbers["masters"])
         self.scale.load_state_dict(numbers["scale"])
         for module in numbers["promoted"]:
             if (module, "fp32") not in self.policy.modules:
                 self.region.promote(module)
+        self.masters.settle(self.policy)
+        self.masters.load_widened(numbers["masters"])
         self._promoted, self._had_hopeless = list(numbers["promoted"]), numbers["had_hopeless"]
         self.num_steps, self._unit = numbers["num_steps"], numbers["unit"]
         self.region.release()
         self._clear_window()
         self._window = window
         self._statistics.load_state_dict(statistics)
-        for name, gradient in gradients.items():
-            parameters[name].grad = gradient.to(parameters[name].device, copy=True)
+        put_gradients({parameters[name]: g.to(parameters[name].device, copy=True) for name, g in gradients.items()})
 
 
 def _why(count: float | torch.Tensor, loss: float, norm: float) -> str:

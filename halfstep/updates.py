@@ -126,9 +126,9 @@ class UpdateReport:
 class UpdateMeter:
     """Measures on a sample, in every ``every``-th step, how many weight updates are under half an ulp.
 
-    model, optimizer: of any loop. The 16-bit weights of the model that the optimizer holds are watched, so make the
-                 meter when both are complete and on their device. Each call of ``optimizer.step`` counts. One that
-                 skips, by ``found_inf`` or over a gradient that is not finite, leaves the sample before it in place.
+    model, optimizer: of any loop. The 16-bit weights of the model that the optimizer holds are watched. Each call of
+                 ``optimizer.step`` counts. One that skips, by ``found_inf`` or over a gradient that is not finite,
+                 leaves the sample before it in place.
     num_samples: elements watched of each parameter, the same throughout: one drawn from each of as many equal
                  stretches, or all. The standard error of a parameter's share s is about
                  sqrt(s (1 - s) / num_samples), at most 1.6 points by default.
@@ -159,18 +159,12 @@ class UpdateMeter:
                 "Pass the torch.optim.Optimizer that it wraps.",
             )
         self.every, self.num_steps = every, 0
-        self._has_master, self._is_stochastic = exact is not None, stochastic
+        self._model, self._optimizer, self._num_samples = model, optimizer, num_samples
+        self._exact, self._is_stochastic = exact, stochastic
         self._is_sampling = False
         self._skipped = torch.tensor(False)
-        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        generator = torch.Generator().manual_seed(_SEED)
-        self._samples = [
-            _Sample(name.rpartition(".")[0], parameter, _draw(_local(parameter), num_samples, generator))
-            for name, parameter in model.named_parameters()
-            if id(parameter) in held and parameter.dtype in _DTYPES and _local(parameter).numel()
-        ]
-        kinds = dict.fromkeys(sample.kind for sample in self._samples)
-        self._groups = [_Group([s for s in self._samples if s.kind == kind], exact) for kind in kinds]
+        self._samples: list[_Sample] = []
+        self._groups: list[_Group] = []
         self._hooks = (
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -183,6 +177,8 @@ class UpdateMeter:
 
     def report(self) -> UpdateReport:
         """The last sampled step that was applied. Waits for the device."""
+        if not self._groups:
+            self._watch()
         if not self._groups:
             return UpdateReport(0, (), None, None, note="No weight that the optimizer holds is stored in 16 bit.")
         ulps: dict[_Sample, torch.Tensor] = {}
@@ -208,9 +204,28 @@ class UpdateMeter:
         note = _STOCHASTIC if self._is_stochastic else ""
         return UpdateReport(step, tuple(modules), unmoved, below, self._advise(modules), note)
 
+    def _watch(self) -> None:
+        """Draw the samples, where the 16-bit weights are others than before: a Stepper's, moved, put in fp32."""
+        held = {id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]}
+        named = {name: p for name, p in self._model.named_parameters() if id(p) in held and p.dtype in _DTYPES}
+        named = {name: p for name, p in named.items() if _local(p).numel()}
+        known = [(id(sample.parameter), sample.kind) for sample in self._samples]
+        if known == [(id(p), _kind(p)) for p in named.values()]:
+            return
+        generator = torch.Generator().manual_seed(_SEED)
+        self._samples = [
+            _Sample(name.rpartition(".")[0], p, _kind(p), _draw(_local(p), self._num_samples, generator))
+            for name, p in named.items()
+        ]
+        kinds = dict.fromkeys(sample.kind for sample in self._samples)
+        self._groups = [_Group([s for s in self._samples if s.kind == kind], self._exact) for kind in kinds]
+
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.num_steps += 1
-        self._is_sampling = self.num_steps % self.every == 0 and bool(self._groups)
+        self._is_sampling = self.num_steps % self.every == 0
+        if self._is_sampling:
+            self._watch()
+            self._is_sampling = bool(self._groups)
         if self._is_sampling:
             for group in self._groups:
                 group.keep_weights()
@@ -260,7 +275,7 @@ class UpdateMeter:
         worst = max(high, key=lambda module: (module.unmoved_pct, module.num_weights))
         others = f", and {_HIGH_PCT:g} % or more of those of {len(high) - 1} other modules" if len(high) > 1 else ""
         what = f"{_pct(worst.unmoved_pct)} of the updates of {worst} in {worst.format}{others}"
-        if self._has_master:
+        if self._exact is not None:
             return f"{what} are too small for its master weight as well: keep a wider one."
         return (
             f"{what} are under half an ulp and round away: train with a master weight (policy "
@@ -269,21 +284,26 @@ class UpdateMeter:
         )
 
 
+_Kind = tuple[torch.device, str]
+
+
+def _kind(parameter: torch.Tensor) -> _Kind:
+    """Its device and the name of its format."""
+    return parameter.device, format_of(parameter.dtype).name
+
+
 @dataclass(frozen=True, eq=False)
 class _Sample:
     """What is watched of one parameter. index: into the flattened parameter, or into a sharded one's local part."""
 
     module: str
     parameter: torch.Tensor
+    kind: _Kind
     index: torch.Tensor
 
     @property
-    def kind(self) -> tuple[torch.device, str]:
-        return self.parameter.device, self.format
-
-    @property
     def format(self) -> str:
-        return format_of(self.parameter.dtype).name
+        return self.kind[1]
 
     @property
     def num_weights(self) -> int:
