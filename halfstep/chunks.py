@@ -19,7 +19,7 @@ from halfstep.gradients import Gradients, divide
 from halfstep.states import GRAIN, merge_state, scratch_bytes, slice_state, slices_at
 
 _FIRST_CHUNKS = 1024
-"""The first chunks are this part of the model: at 16 bytes an element 1/64 byte a parameter."""
+"""The first chunks are this part of the model: at 20 bytes an element 1/50 byte a parameter."""
 _SMALLEST_CHUNK = 16 * GRAIN
 _FREED_BYTES = 2
 """What the gradient of an element frees, at the least."""
@@ -115,13 +115,17 @@ class _States:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._wholes: dict[torch.Tensor, dict[str, Any]] = {}
-        self._fresh: set[torch.Tensor] = set()
+        self._before: dict[torch.Tensor, dict[str, Any]] = {}
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, *exception: object) -> None:
-        self._optimizer.state.update(self._wholes)
+        for parameter, whole in self._wholes.items():
+            if whole:
+                self._optimizer.state[parameter] = whole
+            else:
+                self._optimizer.state.pop(parameter, None)
 
     def open(self, part: _Part) -> None:
         if part.is_whole:
@@ -129,17 +133,14 @@ class _States:
         parameter, state = part.parameter, self._optimizer.state
         if part.start == 0:
             self._wholes[parameter] = state.pop(parameter, {})
-            if not self._wholes[parameter]:
-                self._fresh.add(parameter)
-        # A first step makes the state of each slice, and has to find it missing in each.
-        whole = {} if parameter in self._fresh else self._wholes[parameter]
-        state[parameter] = slice_state(whole, parameter.numel(), part.start, part.stop)
+            # Each slice counts its step from here, and finds a state missing that was missing here.
+            self._before[parameter] = dict(self._wholes[parameter])
+        state[parameter] = slice_state(self._before[parameter], parameter.numel(), part.start, part.stop)
 
     def close(self, part: _Part) -> None:
-        if part.is_whole or part.parameter not in self._wholes:
-            return
-        whole = self._wholes[part.parameter]
-        merge_state(whole, self._optimizer.state[part.parameter], part.parameter, part.start, part.stop)
+        if not part.is_whole and part.parameter in self._wholes:
+            whole = self._wholes[part.parameter]
+            merge_state(whole, self._optimizer.state[part.parameter], part.parameter, part.start, part.stop)
 
 
 @contextmanager

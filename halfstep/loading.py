@@ -9,6 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn, optim
 
+from halfstep.states import copied
+
 
 def keep_formats(optimizer: optim.Optimizer) -> Callable[[], None]:
     """Make ``optimizer.load_state_dict`` keep the format of every state; returns what takes this back.
@@ -28,7 +30,7 @@ def keep_formats(optimizer: optim.Optimizer) -> Callable[[], None]:
             for name, value in saved["state"].get(number, {}).items():
                 now = loaded.state[parameter][name]
                 if isinstance(value, torch.Tensor) and value.dtype != now.dtype:
-                    loaded.state[parameter][name] = value.detach().to(now.device).clone()
+                    loaded.state[parameter][name] = copied(value, now.device)
 
     handles = [
         optimizer.register_load_state_dict_pre_hook(remember),
@@ -79,8 +81,10 @@ class ExactLoading:
         weights = self._weights()
         for name, parameter in module._parameters.items():
             value = state.get(prefix + name)
-            if weights is None or parameter not in weights or not isinstance(value, torch.Tensor):
+            is_known = parameter is not None and weights is not None and parameter in weights
+            if not is_known or not isinstance(value, torch.Tensor):
                 continue
+            assert parameter is not None
             if value.shape == parameter.shape and value.dtype in (torch.float32, torch.float64):
                 self._given.append((parameter, value))
 

@@ -98,7 +98,7 @@ class Masters:
         low = None if low_dtype is None else torch.empty_like(high, dtype=low_dtype)
         self._layout.write(parameter.detach().to(torch.float32, copy=True), high, low, self._seed(parameter, 0))
         parameter.data = high
-        parameter.grad_dtype = None  # type: ignore[attr-defined]  # 16 bit, or the fp32 sum of several
+        parameter.grad_dtype = None  # 16 bit, or the fp32 sum of several
         self._low[parameter] = low
         for name, value in self.optimizer.state.get(parameter, {}).items():
             if isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16):
@@ -106,7 +106,7 @@ class Masters:
 
     def _widen(self, parameter: torch.Tensor) -> None:
         parameter.data = self._read(parameter).clone()
-        parameter.grad_dtype = torch.float32  # type: ignore[attr-defined]
+        parameter.grad_dtype = torch.float32
         del self._low[parameter]
         self._widened.add(parameter)
 

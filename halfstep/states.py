@@ -30,10 +30,10 @@ _BITSANDBYTES_BLOCK = 256
 def scratch_bytes(optimizer: optim.Optimizer) -> int:
     """Bytes that a step needs for each element of a slice: the fp32 weight and gradient, and temporaries.
 
-    torch's own optimizers take two more fp32 ones at most. Those with quantised states unpack them: torchao, where it
+    torch's own optimizers take three more fp32 numbers. Those with quantised states unpack them: torchao, where it
     is not compiled, through several int64 tensors.
     """
-    return 16 if type(optimizer) in _ELEMENTWISE else 128
+    return 20 if type(optimizer) in _ELEMENTWISE else 128
 
 
 def slices_at(optimizer: optim.Optimizer, parameter: torch.Tensor) -> bool:
@@ -59,9 +59,8 @@ def slice_state(state: Mapping[str, Any], numel: int, start: int, stop: int) -> 
 def _slice(name: str, value: Any, numel: int, start: int, stop: int) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
-    if hasattr(value, "codes"):  # torchao's quantised tensors: codes, one scale a block, a table
-        block = value.codes.numel() // value.scale.numel()
-        return _rebuilt(value, value.codes.view(-1)[start:stop], value.scale[start // block : stop // block])
+    if _is_quantised(value):
+        return _slice_quantised(value, start, stop)
     if name.startswith("absmax"):
         return value[start // _BITSANDBYTES_BLOCK : -(-stop // _BITSANDBYTES_BLOCK)]
     if value.numel() == numel:
@@ -79,9 +78,8 @@ def merge_state(whole: dict[str, Any], part: Mapping[str, Any], parameter: torch
         if isinstance(mine, torch.Tensor) and isinstance(value, torch.Tensor) and mine.shape == value.shape:
             if value.numel() == 1 and whole[name].numel() == 1:
                 whole[name] = value
-            elif hasattr(value, "codes"):
-                mine.codes.copy_(value.codes)
-                mine.scale.copy_(value.scale)
+            elif _is_quantised(value):
+                _copy_quantised(mine, value)
             elif mine.data_ptr() != value.data_ptr():
                 mine.copy_(value)
         else:
@@ -92,13 +90,39 @@ def _grown(name: str, value: Any, parameter: torch.Tensor, length: int) -> Any:
     """Room for the state of a whole parameter, from the one of a slice of ``length`` elements."""
     if not isinstance(value, torch.Tensor):
         return value
-    if hasattr(value, "codes"):
-        block = value.codes.numel() // value.scale.numel()
-        codes = value.codes.new_empty(parameter.shape)
-        return _rebuilt(value, codes, value.scale.new_empty(parameter.numel() // block))
+    if _is_quantised(value):
+        return _grow_quantised(value, parameter)
     if name.startswith("absmax"):
         return value.new_empty(-(-parameter.numel() // _BITSANDBYTES_BLOCK))
     return value.new_empty(parameter.shape) if value.numel() == length else value
+
+
+def copied(value: Any, device: torch.device) -> Any:
+    """A copy on ``device``, also of a quantised tensor, in its own format."""
+    if not hasattr(value, "__tensor_flatten__"):
+        return value.detach().to(device, copy=True)
+    names, context = value.__tensor_flatten__()
+    return type(value).__tensor_unflatten__({name: copied(getattr(value, name), device) for name in names}, context)
+
+
+def _is_quantised(value: Any) -> bool:
+    """Whether it is one of torchao's tensors, which hold codes, one scale for each block of them, and a table."""
+    return hasattr(value, "codes")
+
+
+def _slice_quantised(value: Any, start: int, stop: int) -> Any:
+    block = value.codes.numel() // value.scale.numel()
+    return _rebuilt(value, value.codes.view(-1)[start:stop], value.scale[start // block : stop // block])
+
+
+def _grow_quantised(value: Any, parameter: torch.Tensor) -> Any:
+    block = value.codes.numel() // value.scale.numel()
+    return _rebuilt(value, value.codes.new_empty(parameter.shape), value.scale.new_empty(parameter.numel() // block))
+
+
+def _copy_quantised(target: Any, source: Any) -> None:
+    target.codes.copy_(source.codes)
+    target.scale.copy_(source.scale)
 
 
 def _rebuilt(value: Any, codes: torch.Tensor, scale: torch.Tensor) -> Any:

@@ -440,6 +440,7 @@ class Stepper:
         is_replayed = self._can_replay and closure is not None
         needs_verdict = self._needs_verdict(is_replayed)
         # Step.
+        applied: bool | None
         try:
             if self._passes_closure and closure is not None:
                 applied, gradients, verdict = self._apply_by_closure(closure, window, gradients, verdict)

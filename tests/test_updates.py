@@ -702,6 +702,17 @@ class Reads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def test_without_16_bit_weights_no_step_does_anything():
+    model = Holder(torch.ones(4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    meter = UpdateMeter(model, optimizer, every=1)
+    next(model.parameters()).grad = torch.ones(4)
+    with Reads() as reads:
+        meter._before_step(optimizer, (optimizer,), {})
+        meter._after_step(optimizer, (optimizer,), {})
+    assert reads.names == []
+
+
 def test_a_sampled_step_reads_nothing_and_an_unsampled_one_does_nothing():
     model = Holder(torch.ones(4, dtype=torch.bfloat16))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
