@@ -127,5 +127,5 @@ class WeightAverage:
 def _copy(values: Mapping[torch.Tensor, torch.Tensor]) -> None:
     """In a way that no version counter sees: what noted the weights, as master weights and graphs do, finds its own."""
     for tensor, value in values.items():
-        tensor.detach().copy_(value)
+        tensor.data.copy_(value)
     torch.clear_autocast_cache()

@@ -48,12 +48,9 @@ class _Part:
 
 
 def step_in_chunks(optimizer: Optimizer, gradients: Gradients, divisor: torch.Tensor | float, weights: Weights) -> None:
-    """Divide the gradients by ``divisor`` and let ``optimizer`` step. Takes ``gradients`` apart and frees them.
-
-    The optimizer's own hooks fire once, around all chunks; hooks registered for every optimizer fire for each chunk.
-    """
+    """Divide the gradients by ``divisor`` and let ``optimizer`` step. Takes ``gradients`` apart and frees them."""
     states = _States(optimizer)
-    with _hooks_once(optimizer), states:
+    with states:
         for parameter in gradients:
             parameter.grad = None
         for chunk in _chunks(optimizer, gradients):
@@ -144,8 +141,11 @@ class _States:
 
 
 @contextmanager
-def _hooks_once(optimizer: Any) -> Iterator[None]:
-    """Run the optimizer's own step hooks around what happens inside, and keep them from running there."""
+def hooks_once(optimizer: Any) -> Iterator[None]:
+    """Run the optimizer's own step hooks around what happens inside, and keep them from running there, for each chunk.
+
+    Hooks that are registered for every optimizer do run for each.
+    """
     pre, post = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     for hook in list(pre.values()):
         hook(optimizer, (), {})

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from halfstep.chunks import step_in_chunks
+from halfstep.chunks import hooks_once, step_in_chunks
 from halfstep.errors import HalfstepError
 from halfstep.formats import FORMATS, SIXTEEN_BIT, format_of
 from halfstep.gradients import Gradients, divide
@@ -128,11 +128,12 @@ class Masters:
             if parameter._version != version:
                 self._write(parameter, parameter.data)
         self._num_steps += 1
-        try:
-            step_in_chunks(self.optimizer, gradients, divisor, self)
-        finally:
-            torch.autograd.graph.increment_version(list(self._low))
-            self._note_versions()
+        with hooks_once(self.optimizer):
+            try:
+                step_in_chunks(self.optimizer, gradients, divisor, self)
+            finally:
+                torch.autograd.graph.increment_version(list(self._low))
+                self._note_versions()
 
     def read_part(self, parameter: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         """The fp32 weights from ``start`` to ``stop`` of the flattened parameter; all of them in its own shape."""

@@ -133,7 +133,7 @@ def test_split16_in_fp16_takes_the_steps_of_an_fp32_master_under_a_loss_scale(ma
 
 
 def test_copy_is_autocast_with_fp32_weights_to_the_bit_where_products_meet_all_weights():
-    """Linear layers cast fp32 weights as the layout does, to nearest even; the gradients are the same 16-bit numbers."""
+    """Linear layers cast fp32 weights as the layout does, to nearest even; gradients are the same 16-bit numbers."""
 
     def net():
         torch.manual_seed(0)
