@@ -10,6 +10,7 @@ gradient 2 (sum 4), AdamW's moments 8, or 2 x (1 + 4/256) = 2.03 with 8 bits and
 
     python benchmarks/memory.py                 the table
     python benchmarks/memory.py --only split16  its rows alone
+    python benchmarks/memory.py --figure docs/master-weights.svg    the table and its picture
 
 Counted are the tensors (halfstep/compare/memory.py), so that the figures are the same on every machine. The last column
 is what the process grew by, which has the allocator's rounding and the kernels' own buffers in it as well. The batch is
@@ -25,6 +26,7 @@ import resource
 import subprocess
 import sys
 import weakref
+from pathlib import Path
 from typing import Any
 
 TOKENS = 16
@@ -182,9 +184,39 @@ def resident() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
 
 
+SHOWN = {"weights": "#1f5fb3", "masters": "#7ba7dd", "gradients": "#b3401f", "states": "#2f7d4f", "other": "#bbb"}
+
+
+def draw(rows: dict[str, dict[str, float]]) -> str:
+    """Stacked bars: what is alive at the peak, a bar a row; ``other`` is casts, activations and temporaries."""
+    left, bar, unit = 300, 22, 20.0
+    height = 70 + bar * len(rows)
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 740 {height}" font-family="sans-serif" font-size="13">',
+        f'<rect width="740" height="{height}" fill="white"/>',
+    ]
+    for place, (name, color) in enumerate(SHOWN.items()):
+        x = left + 85 * place
+        lines.append(
+            f'<rect x="{x}" y="12" width="12" height="12" fill="{color}"/><text x="{x + 17}" y="23">{name}</text>'
+        )
+    for place, (name, row) in enumerate(rows.items()):
+        y, x = 40 + bar * place, float(left)
+        lines.append(f'<text x="{left - 8}" y="{y + 14}" text-anchor="end">{name}</text>')
+        parts = row | {"other": row["peak"] - sum(row[key] for key in list(SHOWN)[:-1])}
+        for key, color in SHOWN.items():
+            width = max(parts[key], 0.0) * unit
+            lines.append(f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{bar - 5}" fill="{color}"/>')
+            x += width
+        lines.append(f'<text x="{x + 6:.1f}" y="{y + 14}">{row["peak"]:.1f}</text>')
+    lines.append(f'<text x="{left}" y="{height - 8}">bytes a parameter at the peak of a step</text>')
+    return "\n".join([*lines, "</svg>"]) + "\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Bytes a parameter at the peak of a training step.")
     parser.add_argument("--only", default="", help="rows whose name contains this")
+    parser.add_argument("--figure", type=Path, help="where to write the picture")
     parser.add_argument("--row", nargs=4, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.row:
@@ -198,6 +230,7 @@ def main() -> None:
         return
     rows = [("torch.amp", "fp32", states, a) for states in STATES for a in (1, 2)]
     rows += [("halfstep", layout, states, a) for layout in LAYOUTS for states in STATES for a in (1, 2)]
+    drawn: dict[str, dict[str, float]] = {}
     header = ("weights", "masters", "casts", "gradients", "states", "peak", "process")
     print(f"{'bytes a parameter':44}" + "".join(f"{name:>10}" for name in header), flush=True)
     for engine, layout, states, accumulate in rows:
@@ -213,11 +246,15 @@ def main() -> None:
             print(f"{name:44}  failed: {done.stderr.strip().splitlines()[-1]}")
             continue
         row = json.loads(done.stdout.splitlines()[-1])
+        if accumulate == 1:
+            drawn[name] = row
         goal = GOALS.get((layout, states, accumulate)) if engine == "halfstep" else None
         print(
             f"{name:44}" + "".join(f"{row[key]:10.2f}" for key in header) + (f"  (goal {goal})" if goal else ""),
             flush=True,
         )
+    if arguments.figure:
+        arguments.figure.write_text(draw(drawn))
     has_flash = importlib.util.find_spec("flashoptim") is not None
     print("flashoptim: needs CUDA, so it was not run" if has_flash else "flashoptim is not installed")
 

@@ -9,40 +9,57 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from halfstep.alignment import align
+    from halfstep.average import WeightAverage
     from halfstep.errors import HalfstepError, ScaleExhausted
     from halfstep.events import StepReport
+    from halfstep.grad_scaler import GradScaler
     from halfstep.hardware import Hardware
+    from halfstep.inference import InferenceReport, cast_for_inference
     from halfstep.policy import LossScale, Policy, auto_policy
     from halfstep.region import Region
     from halfstep.stepper import Stepper
+    from halfstep.updates import UpdateMeter
     from halfstep.workload import Workload
 
 __version__ = "0.1.0"
 
 _HOME = {
+    "GradScaler": "grad_scaler",
     "HalfstepError": "errors",
     "Hardware": "hardware",
+    "InferenceReport": "inference",
     "LossScale": "policy",
     "Policy": "policy",
     "Region": "region",
     "ScaleExhausted": "errors",
     "StepReport": "events",
     "Stepper": "stepper",
+    "UpdateMeter": "updates",
+    "WeightAverage": "average",
     "Workload": "workload",
+    "align": "alignment",
     "auto_policy": "policy",
+    "cast_for_inference": "inference",
 }
 
 __all__ = [
+    "GradScaler",
     "HalfstepError",
     "Hardware",
+    "InferenceReport",
     "LossScale",
     "Policy",
     "Region",
     "ScaleExhausted",
     "StepReport",
     "Stepper",
+    "UpdateMeter",
+    "WeightAverage",
     "Workload",
+    "align",
     "auto_policy",
+    "cast_for_inference",
 ]
 
 

@@ -16,12 +16,11 @@ that the optimizer skips on the device leaves the weights as they are. All work 
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 _HALF_UP = 0x8000
 _HIGH_BITS = -0x10000
+_MANTISSA_BITS, _LOWEST_EXPONENT = 10, -14  # of fp16
 
 
 class Copy:
@@ -70,7 +69,7 @@ class Split(Copy):
             bits = high.view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
             return bits.add_(low, alpha=1 << (16 - self._bits)).view(torch.float32)
         weight = high.float()
-        rest = low.float().mul_(_ulp(weight, torch.float16, -self._bits))
+        rest = low.float().mul_(_fp16_ulp(weight, -self._bits))
         return rest.add_(weight.abs()).copysign_(weight)
 
     def write(self, weight: torch.Tensor, high: torch.Tensor, low: torch.Tensor | None, seed: int) -> None:
@@ -83,10 +82,10 @@ class Split(Copy):
             if self._bits == 8:
                 rest.add_(0x80).bitwise_right_shift_(8).clamp_(max=0x7F)
         else:
-            ulp = _ulp(weight, torch.float16)
-            rounded = weight.abs().div_(ulp).add_(0.5).floor_().mul_(ulp)
+            unit = _fp16_ulp(weight)
+            rounded = weight.abs().div_(unit).add_(0.5).floor_().mul_(unit)
             high.copy_(rounded.copysign(weight))
-            unit = _ulp(rounded, torch.float16, -self._bits)
+            unit = _fp16_ulp(rounded, -self._bits)
             half = 1 << (self._bits - 1)
             rest = weight.abs_().sub_(rounded).div_(unit).round_().clamp_(-half, half - 1)
         low.copy_(rest)
@@ -137,8 +136,8 @@ class Stochastic(Copy):
         if high.dtype == torch.bfloat16:
             weight.view(torch.int32).add_(drawn).bitwise_and_(_HIGH_BITS)
         else:
-            ulp = _ulp(weight, torch.float16)
-            weight.div_(ulp).add_(drawn.float().mul_(2.0**-num_bits)).floor_().mul_(ulp)
+            unit = _fp16_ulp(weight)
+            weight.div_(unit).add_(drawn.float().mul_(2.0**-num_bits)).floor_().mul_(unit)
         high.copy_(weight)
 
 
@@ -146,10 +145,8 @@ LAYOUTS: dict[str, Copy] = {layout.name: layout for layout in (Copy(), Split(16)
 """The layouts by name. ``fp32``, autocast's way, needs none: the weight of the model is the master."""
 
 
-def _ulp(weight: torch.Tensor, dtype: torch.dtype, shift: int = 0) -> torch.Tensor:
-    """The distance from an fp32 number to the next one that ``dtype`` holds, times 2^shift, from its exponent."""
-    info = torch.finfo(dtype)
-    mantissa_bits, lowest = round(-math.log2(info.eps)), round(math.log2(info.tiny))
+def _fp16_ulp(weight: torch.Tensor, shift: int = 0) -> torch.Tensor:
+    """The distance from an fp32 number to the next one that fp16 holds, times 2^shift, from its exponent."""
     exponent = weight.view(torch.int32).bitwise_right_shift(23).bitwise_and_(0xFF)
-    exponent.clamp_(min=127 + lowest).add_(shift - mantissa_bits)
+    exponent.clamp_(min=127 + _LOWEST_EXPONENT).add_(shift - _MANTISSA_BITS)
     return exponent.bitwise_left_shift_(23).view(torch.float32)

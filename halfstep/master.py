@@ -183,12 +183,12 @@ class Masters:
 
     def values_at(self, parameter: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         """The exact weights, in fp32, at places ``index`` of the flattened parameter."""
-        high = parameter.detach().flatten()[index]
+        high = parameter.detach().take(index)
         if not self._has_rest(parameter):
             return high.float()
         assert self._layout is not None
         low = self._low[parameter]
-        return self._layout.read(high, None if low is None else low.flatten()[index])
+        return self._layout.read(high, None if low is None else low.take(index))
 
     def set_weight(self, parameter: torch.Tensor, weight: torch.Tensor) -> None:
         """Make ``weight``, of the same shape, the one of ``parameter``: every bit that its format or layout holds."""

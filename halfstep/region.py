@@ -208,7 +208,7 @@ def _version_of(weights: list[nn.Parameter]) -> int:
 def _drop_stale_casts(model: nn.Module, args: Any) -> None:
     """Before a model is called that has a region, if that is the open one. A compiled graph keeps no casts."""
     if not torch.compiler.is_compiling() and _opened and _opened[-1].model is model:
-        pass
+        _opened[-1]._casts.check(_version_of(_opened[-1]._weights))
 
 
 def _drop_all_casts(*_: Any) -> None:

@@ -49,6 +49,7 @@ from halfstep.record import Producer, find_producer
 from halfstep.region import Region
 from halfstep.scale import make_scale
 from halfstep.snapshot import RandomState, RunningStatistics
+from halfstep.updates import UpdateMeter
 
 Loss = torch.Tensor | tuple[torch.Tensor, "int | float | torch.Tensor"]
 """What a closure returns: a mean (each micro-batch counts alike), or (sum, count) of tokens or samples."""
@@ -215,6 +216,12 @@ class Stepper:
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The exact weight of each parameter in fp32, by name and one at a time; see :meth:`Masters.weights`."""
         return self.masters.weights()
+
+    def update_meter(self, every: int = 100) -> UpdateMeter:
+        """A meter of lost updates for the weights of this run, master weights included; see docs/lost-updates.md."""
+        is_drawn = self.policy.master == "stochastic"
+        exact = self.masters.values_at if self.masters else None
+        return UpdateMeter(self.model, self.optimizer, every=every, exact=exact, stochastic=is_drawn)
 
     def fp32_state_dict(self) -> dict[str, Any]:
         """``model.state_dict()`` with the exact weights, on the CPU; see :meth:`Masters.fp32_state_dict`."""

@@ -172,7 +172,9 @@ def test_fused_sgd_whose_first_steps_are_skipped_begins_with_a_clean_momentum(nu
     optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9, fused=True)
     loop = Loop()
     loop.weight, loop.optimizer = weight, optimizer
-    scales = loop.run([True] * num_bad + [False, True, False], unscales)
+    scales = loop.run([True] * num_bad, unscales)
+    assert loop.scaler.last_step_applied is False
+    scales += loop.run([False, True, False], unscales)
     expected = Loop()
     assert expected.run([True] * num_bad + [False, True, False], unscales) == scales
     # Fused and plain SGD round alike here: 0.9 and 0.1 times 1.0 and 1.9, each a product and a sum in fp32.
@@ -262,7 +264,7 @@ class Reads(TorchDispatchMode):
 @every_stage
 @pytest.mark.parametrize("kwargs", [{}, {"hysteresis": 2, "floor": 4.0}])
 def test_nothing_is_read_that_torch_does_not_read(optimizer, unscales, kwargs):
-    verdicts = [False, True, False, False] + [True] * 18
+    verdicts = [False, True, False, False] + [True] * 19
     counts = []
     for loop in (Loop(TORCH, optimizer), Loop(GradScaler, optimizer, **kwargs)):
         loop.step()

@@ -158,13 +158,24 @@ def test_bad_batches_between_good_ones_stop_nothing(kwargs, optimizer):
 
 
 @pytest.mark.parametrize("optimizer", ["fused adamw", "fused sgd"])
-@pytest.mark.parametrize(("num_clean", "expected"), [(0, 64), (1, 63), (50, 78), (63, 65), (64, 64)])
+@pytest.mark.parametrize(("num_clean", "expected"), [(0, 64), (1, 63), (44, 20), (45, 83), (64, 64)])
 def test_a_fused_run_is_looked_at_every_64_updates(optimizer, num_clean, expected):
     loop = Loop(optimizer=optimizer)
     loop.run([False] * num_clean)
     num, error = exhaust(loop)
     assert num == expected
     assert contains(error, "weight (shape (3,))")
+
+
+def test_a_clean_step_just_before_the_look_saves_a_fused_run():
+    loop = Loop(optimizer="fused adamw", init_scale=1.0)
+    assert loop.run([True] * 63 + [False]) == [1.0] * 64
+
+
+def test_first_steps_of_fused_sgd_are_decided_on_the_host_and_looked_at_there():
+    loop = Loop()
+    loop.optimizer = torch.optim.SGD([loop.weight], lr=0.1, momentum=0.9, fused=True)
+    assert exhaust(loop)[0] == 20
 
 
 def test_one_of_two_optimizers_is_enough_and_is_named():

@@ -15,16 +15,22 @@ def parameters(function):
 
 def test_public_names():
     assert sorted(halfstep.__all__) == [
+        "GradScaler",
         "HalfstepError",
         "Hardware",
+        "InferenceReport",
         "LossScale",
         "Policy",
         "Region",
         "ScaleExhausted",
         "StepReport",
         "Stepper",
+        "UpdateMeter",
+        "WeightAverage",
         "Workload",
+        "align",
         "auto_policy",
+        "cast_for_inference",
     ]
 
 
@@ -39,6 +45,7 @@ def test_stepper():
         "on_applied",
         "sinks",
         "keep_casts",
+        "passes_closure",
         "hardware",
     ]
     public = {name for name in dir(halfstep.Stepper) if not name.startswith("_")}
@@ -46,12 +53,15 @@ def test_stepper():
         "backward",
         "flush",
         "forward",
+        "fp32_state_dict",
         "inference",
         "info",
         "load_state_dict",
         "policy",
         "state_dict",
         "step",
+        "update_meter",
+        "weights",
     }
 
 
