@@ -86,7 +86,7 @@ class _Before:
         was_evaluated, self._was_evaluated = self._was_evaluated, True
         return (
             not was_evaluated
-            and all(True and g._version == version for p, (g, version) in self._gradients.items())
+            and all(p.grad is g and g._version == version for p, (g, version) in self._gradients.items())
             and all(torch.equal(p, weight) for p, weight in self._weights.items())
         )
 
