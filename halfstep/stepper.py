@@ -140,6 +140,12 @@ class Stepper:
                 "it evaluates the loss of a window anew, whose earlier batches are gone by then",
                 "Use accumulate=1, and a closure that sums over its batches and returns (sum, count).",
             )
+        if self._passes_closure and self.policy.master != "fp32":
+            raise HalfstepError(
+                f"master={self.policy.master} with {type(optimizer).__name__}",
+                "it moves the weights between two evaluations, where 16 bit would lose what it does",
+                "Leave master out, so that the weights are fp32.",
+            )
         if scheduler is not None:
             check_step("scheduler", scheduler, "Call it yourself, after a report whose 'applied' is True.")
         self.model, self.optimizer = model, optimizer
@@ -442,7 +448,6 @@ class Stepper:
         window = self._window
         gradients, verdict = self._judge(window)
         self.region.release()
-        self.num_steps += 1
         is_replayed = self._can_replay and closure is not None
         needs_verdict = self._needs_verdict(is_replayed)
         # Step.
@@ -455,6 +460,7 @@ class Stepper:
         except BaseException:
             self._drop_window()
             raise
+        self.num_steps += 1
         if applied is None and needs_verdict:
             applied = verdict.found.item() == 0.0
         bad: list[torch.Tensor] = []
@@ -532,7 +538,7 @@ class Stepper:
         return failure is None, gradients_of(self.optimizer), verdict if failure is None else failure.verdict
 
     def _needs_verdict(self, is_replayed: bool) -> bool:
-        looks_at_scale = self.scale.kind == "dynamic" and self.num_steps % _CHECK_EVERY == 0 and not is_replayed
+        looks_at_scale = self.scale.kind == "dynamic" and (self.num_steps + 1) % _CHECK_EVERY == 0 and not is_replayed
         gates = self.scheduler is not None or self.on_applied is not None
         return gates or looks_at_scale or bool(self._statistics) or self._window.nonfinite_share is not None
 

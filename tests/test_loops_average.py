@@ -162,7 +162,7 @@ def test_a_run_that_swaps_in_and_out_is_the_run_that_does_not(policy):
     """In the middle of a window too, between a forward and a backward pass, and with cast weights held."""
     results = []
     for swaps in (True, False):
-        stepper = make(policy, accumulate=2)
+        stepper = make(policy, accumulate=2, keep_casts=True)
         average = WeightAverage(stepper, 0.5)
         for number in range(9):
             average.update(step(stepper, number))
@@ -200,7 +200,7 @@ def test_a_graph_that_was_made_before_can_be_differentiated_after():
 
 def test_cast_weights_that_are_held_are_those_of_the_average_inside():
     """A region opened by hand inside, in a window that keeps its casts."""
-    stepper = make("bf16", accumulate=2)
+    stepper = make("bf16", accumulate=2, keep_casts=True)
     average = WeightAverage(stepper, 0.5)
     for number in range(5):
         average.update(step(stepper, number))

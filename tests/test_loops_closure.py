@@ -373,10 +373,13 @@ def test_running_statistics_count_each_evaluation_once_and_none_of_an_undone_ste
 
 
 def test_a_scale_exhausted_in_the_second_evaluation_stops_with_the_weights_of_the_last_applied_step():
-    stepper, calls = make("sam sgd", "fp16 scale.init=2"), []
+    """In a row: a step whose second evaluation is good at no scale, and one whose first is not either."""
+    heard = []
+    stepper = make("sam sgd", "fp16 scale.init=2", sinks=[heard.append])
     stepper.step(lambda: loss_of(stepper.model))
     before = state_of(stepper)
     gate = stepper.model[3]
+    calls = []
 
     def closure():
         calls.append(1)
@@ -384,7 +387,7 @@ def test_a_scale_exhausted_in_the_second_evaluation_stops_with_the_weights_of_th
         return loss_of(stepper.model)
 
     assert not stepper.step(closure).applied  # one may be a bad batch
-    calls.append(1)
+    assert [event.step for event in heard] == [1, 2, 2]  # the replay of an evaluation belongs to its step
     with pytest.raises(
         ScaleExhausted, match=r"step 3: the gradient of 0\.weight, 0\.bias is still not finite; 3 makes"
     ):
@@ -433,6 +436,8 @@ def test_an_ordinary_optimizer_may_be_passed_one_and_steps_the_same():
 def test_what_is_refused():
     with pytest.raises(HalfstepError, match=r"accumulate=2 with LBFGS: .* Use accumulate=1"):
         make("plain", "fp32", accumulate=2)
+    with pytest.raises(HalfstepError, match=r"master=split16 with LBFGS: .* Leave master out"):
+        make("plain", "bf16 master=split16")
     stepper = make("plain", "fp32")
     with pytest.raises(HalfstepError, match=r"without a closure and with LBFGS: .* Use stepper.step"):
         stepper.forward()

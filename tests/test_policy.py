@@ -14,6 +14,7 @@ from halfstep.errors import HalfstepError
 from halfstep.hardware import Hardware
 from halfstep.policy import (
     COMPUTE,
+    MASTERS,
     ON_EXHAUSTED,
     ON_OVERFLOW,
     PRESETS,
@@ -63,6 +64,7 @@ def random_policy(rng):
                 rng.choice(COMPUTE),
                 random_rules(rng),
                 random_rules(rng),
+                master=rng.choice(MASTERS),
                 tf32=rng.random() < 0.3,
                 scale=rng.choice([None, random_scale(rng)]),
                 on_overflow=rng.choice(ON_OVERFLOW),
@@ -251,6 +253,8 @@ REFUSALS = [
         "scale.hysteresis=2 with on_overflow=replay: .* Add on_overflow=skip",
         "fp16 scale.hysteresis=2 on_overflow=skip",
     ),
+    ("fp32 master=split16", "fp32 master=split16: this layout keeps 16-bit weights", "bf16 master=split16"),
+    ("tf32 master=copy", "tf32 master=copy: .* computes in no 16-bit format", "fp16 master=copy"),
     (
         "fp32 op:linear=bf16",
         "fp32 op:linear=bf16: an op rule acts where a region computes in 16 bit, which is nowhere",
@@ -437,6 +441,32 @@ def test_auto_keeps_the_numbers_of_a_scale_and_picks_its_kind():
     assert resolve("auto scale.init=256", A100)[0].scale.kind == "none"
     assert resolve("auto scale=static scale.init=8", A100)[0] == Policy.parse("bf16 scale=static scale.init=8")
     assert resolve("auto scale=conservative", T4)[0] == Policy.parse("fp16 scale.init=256")
+
+
+def test_auto_keeps_a_layout_where_it_chooses_16_bit_and_says_where_it_does_not():
+    for layout in MASTERS:
+        assert resolve(f"auto master={layout}", A100)[0].master == layout
+        assert resolve(f"auto master={layout}", T4)[0].master == layout
+        policy, reason = resolve(f"auto master={layout}", CPU)
+        assert policy == Policy("fp32")
+        assert (f"master={layout} keeps 16-bit weights" in reason) == (layout != "fp32")
+
+
+def test_the_format_of_a_module_is_that_of_the_innermost_rule():
+    policy = Policy.parse("bf16 module:blocks=fp32 module:blocks.*.ff=fp16 module:blocks.1.ff=bf16 module:head=fp16")
+    formats = {
+        "": "bf16",
+        "embed": "bf16",
+        "head": "fp16",
+        "headless": "bf16",
+        "blocks": "fp32",
+        "blocks.0": "fp32",
+        "blocks.0.norm": "fp32",
+        "blocks.0.ff": "fp16",
+        "blocks.0.ff.up": "fp16",
+        "blocks.1.ff.up": "bf16",
+    }
+    assert {name: policy.format_of(name) for name in formats} == formats
 
 
 def test_auto_with_tf32_on_a_device_without_is_refused_by_name():
