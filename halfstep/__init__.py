@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from halfstep.alignment import align
+    from halfstep.autocast_mode import autocast
     from halfstep.average import WeightAverage
     from halfstep.errors import HalfstepError, ScaleExhausted
     from halfstep.events import StepReport
@@ -40,6 +41,7 @@ _HOME = {
     "Workload": "workload",
     "align": "alignment",
     "auto_policy": "policy",
+    "autocast": "autocast_mode",
     "cast_for_inference": "inference",
 }
 
@@ -59,6 +61,7 @@ __all__ = [
     "Workload",
     "align",
     "auto_policy",
+    "autocast",
     "cast_for_inference",
 ]
 

@@ -337,14 +337,9 @@ def _recurrences(sizes: Dimensions, module: Any) -> int:
 
 
 def _format_of(name: str, policy: Policy) -> str:
-    """The format that module rules give a module: the innermost that matches it or what it is in, the later of two."""
-    parts = name.split(".")
-    for end in range(len(parts), 0, -1):
-        inside = ".".join(parts[:end])
-        formats = [format for pattern, format in policy.modules if inside and fnmatch.fnmatchcase(inside, pattern)]
-        if formats:
-            return formats[-1]
-    return "bf16" if policy.compute == "auto" else policy.compute
+    """The format of a module; of ``auto`` the multiple is that of either 16-bit one."""
+    format = policy.format_of(name)
+    return "bf16" if format == "auto" else format
 
 
 def _multiple_of(format: str, policy: Policy, given: int | None) -> int:

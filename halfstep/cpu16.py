@@ -24,6 +24,9 @@ from halfstep.kernels import Kernels
 active = False
 """Whether a region that needs these kernels is open, or its backward pass running. One value for the process."""
 
+sums_active = False
+"""The same for :data:`sums`, which every 16-bit region needs."""
+
 _HALF = (torch.float16, torch.bfloat16)
 
 # Operation to the number of outputs that take the input's dtype; the others (attention's logsumexp) stay fp32.
@@ -74,6 +77,29 @@ def _kernel(name: str, num_low: int) -> Callable[..., Any]:
 
 def _widen(value: Any) -> Any:
     return value.float() if isinstance(value, torch.Tensor) and value.dtype in _HALF else value
+
+
+def _sum_rows(keyset: Any, gradient: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Of an embedding with a 16-bit table: the sum of the gradients of each row."""
+    own = _own_sum_rows()
+    if not sums_active or gradient.dtype not in _HALF:
+        return own(keyset, gradient, *args, **kwargs)
+    return own(keyset, gradient.float(), *args, **kwargs).to(gradient.dtype)
+
+
+@functools.cache
+def _own_sum_rows() -> Callable[..., Any]:
+    return torch.library.get_kernel("aten::embedding_dense_backward", "CPU").call_boxed
+
+
+def _fill_sums(cpu: Kernels) -> None:
+    _own_sum_rows()  # before ours hides it
+    cpu.add("embedding_dense_backward", _sum_rows)
+
+
+sums = Kernels("CPU", _fill_sums)
+"""A kernel for every CPU, with the instructions or without: torch's adds up rows in 16 bit there, so that a token that
+comes often stops at 256 (bf16) of its gradients. On CUDA it adds in fp32."""
 
 
 def _fill(cpu: Kernels) -> None:

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from halfstep.errors import HalfstepError, ScaleExhausted
 from halfstep.gradients import gradients_of
-from halfstep.optimizer import _begins_momentum
+from halfstep.optimizer import begins_momentum
 from halfstep.scale import update_scale
 
 _STOP_AFTER = 20
@@ -150,7 +150,7 @@ class GradScaler(torch.amp.GradScaler):
         if getattr(optimizer, "_step_supports_amp_scaling", False):
             if state["stage"] is OptState.UNSCALED:
                 self._merge_flags(optimizer)
-            if "closure" not in kwargs and state["stage"] is not OptState.STEPPED and _begins_momentum(optimizer):
+            if "closure" not in kwargs and state["stage"] is not OptState.STEPPED and begins_momentum(optimizer):
                 # torch's fused SGD leaves the momentum of a first step that it skips uninitialised.
                 if state["stage"] is OptState.READY:
                     self._check_inf_per_device(optimizer)

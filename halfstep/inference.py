@@ -11,10 +11,8 @@ and matrices that a module of the user's own holds.
 
 from __future__ import annotations
 
-import contextlib
 import fnmatch
 import inspect
-import threading
 import types
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -23,9 +21,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
-from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils._pytree import tree_map_only
 
 from halfstep.errors import HalfstepError
@@ -34,10 +30,10 @@ from halfstep.formats import FORMATS, SIXTEEN_BIT, format_of
 from halfstep.hardware import Hardware
 from halfstep.policy import Policy
 from halfstep.region import Region
+from halfstep.weights import NORMS, is_source, widen_embedding
 
 _PRODUCTS = (nn.Linear, _ConvNd, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)
 """Modules whose parameters meet 16-bit operations alone."""
-_NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 BY_KEEP = "keep names it"
@@ -195,7 +191,8 @@ def _weights(model: nn.Module, policy: Policy, keep: Sequence[str]) -> list[_Wei
     weights: dict[Any, _Weight] = {}
     unmatched = dict.fromkeys(keep)
     for prefix, module in model.named_modules(remove_duplicate=False):
-        format, is_ruled = _format_of(prefix, policy)
+        ruled = policy.rule_of(prefix)
+        format = ruled or policy.compute
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             full_name = f"{prefix}.{name}".removeprefix(".")
             _check(full_name, parameter)
@@ -212,7 +209,7 @@ def _weights(model: nn.Module, policy: Policy, keep: Sequence[str]) -> list[_Wei
                 if patterns:
                     weight.reason = BY_KEEP
                 elif format not in SIXTEEN_BIT:
-                    weight.reason = BY_RULE if is_ruled else BY_POLICY
+                    weight.reason = BY_RULE if ruled else BY_POLICY
                 else:
                     weight.reason = _why_fp32(module, name, parameter)
     if unmatched:
@@ -254,17 +251,6 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided
 
 
-def _format_of(name: str, policy: Policy) -> tuple[str, bool]:
-    """The format in which the module ``name`` computes, and whether a rule says so: that of the innermost match."""
-    parts = name.split(".")
-    for depth in range(len(parts), 0, -1):
-        outer = ".".join(parts[:depth])
-        formats = [format for pattern, format in policy.modules if outer and fnmatch.fnmatchcase(outer, pattern)]
-        if formats:
-            return formats[-1], True
-    return policy.compute, False
-
-
 def _why_not_touched(parameter: nn.Parameter) -> str | None:
     if not _is_plain(parameter):
         return f"a {type(parameter).__name__}, {parameter.layout}, is stored in a way of its own"
@@ -274,12 +260,10 @@ def _why_not_touched(parameter: nn.Parameter) -> str | None:
 
 
 def _why_fp32(module: nn.Module, name: str, parameter: nn.Parameter) -> str | None:
-    if isinstance(module, _NORMS):
+    if isinstance(module, NORMS):
         return BY_NORM
-    if isinstance(module, ParametrizationList):
+    if is_source(module, name):
         return BY_SOURCE
-    if isinstance(module, nn.Linear | _ConvNd) and name not in ("weight", "bias"):
-        return BY_SOURCE  # weight_norm, spectral_norm and prune of torch.nn.utils
     if not isinstance(module, _PRODUCTS) and parameter.dim() < 2:
         return BY_VECTOR
     return None
@@ -325,8 +309,6 @@ def _serve(model: nn.Module, region: Region) -> None:
     """Open ``region`` in the model's forward, as a bound method, so that a copy of the model is bound to the copy."""
     own: Any = model.__dict__.get("forward")
     is_bound = isinstance(own, types.MethodType) and own.__self__ is model
-    has_attention = any(isinstance(module, nn.MultiheadAttention) for module in model.modules())
-    fast_path = _no_fast_path if has_attention and region.policy.formats & SIXTEEN_BIT else contextlib.nullcontext()
 
     def inner_of(self: nn.Module) -> Any:
         if own is None:
@@ -336,7 +318,7 @@ def _serve(model: nn.Module, region: Region) -> None:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         is_inference, has_grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
         # The caller's modes, not the region's: logits that may be changed in place, and trained on by a head.
-        with region.inference(), torch.inference_mode(is_inference), torch.set_grad_enabled(has_grad), fast_path:
+        with region.inference(), torch.inference_mode(is_inference), torch.set_grad_enabled(has_grad):
             return inner_of(self)(*args, **kwargs)
 
     if is_bound and getattr(own.__func__, "__code__", None) is forward.__code__:
@@ -349,53 +331,18 @@ def _serve(model: nn.Module, region: Region) -> None:
     model.forward = types.MethodType(forward, model)
 
 
-class _NoFastPath:
-    """Keeps torch's fused encoder layers from running.
-
-    They read all weights of a layer past autocast's lists, and give way to CUDA's autocast alone. The switch is one for
-    the process, so the last of several threads puts it back.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._num_users = 0
-        self._saved = True
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if self._num_users == 0:
-                self._saved = torch.backends.mha.get_fastpath_enabled()
-                torch.backends.mha.set_fastpath_enabled(False)
-            self._num_users += 1
-
-    def __exit__(self, *exception: object) -> None:
-        with self._lock:
-            self._num_users -= 1
-            if self._num_users == 0:
-                torch.backends.mha.set_fastpath_enabled(self._saved)
-
-
-_no_fast_path = _NoFastPath()
-
-
 def _fit(module: nn.Module) -> None:
     """Make a module at home among 16-bit weights where autocast does not."""
     if any(parameter.dtype in (torch.float16, torch.bfloat16) for parameter in module.parameters(recurse=False)):
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and _widen_output not in module._forward_hooks.values():
-            module.register_forward_hook(_widen_output)
+        widen_embedding(module)
         if isinstance(module, nn.RNNBase | nn.EmbeddingBag) and _match_inputs not in module._forward_pre_hooks.values():
             module.register_forward_pre_hook(_match_inputs, with_kwargs=True)
     if isinstance(module, nn.RNNBase):
         module.flatten_parameters()  # cuDNN wants one piece of memory
-    if isinstance(module, _NORMS):
+    if isinstance(module, NORMS):
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.dtype in _FLOATS:
                 setattr(module, name, buffer.float())
-
-
-def _widen_output(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-    """An embedding hands on fp32, as its fp32 table did: what is added up along a model stays in fp32."""
-    return output.float() if output.dtype in _FLOATS else output
 
 
 def _match_inputs(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:

@@ -23,14 +23,16 @@ from halfstep.gradients import Gradients, divide
 from halfstep.layouts import LAYOUTS
 from halfstep.loading import ExactLoading, keep_formats
 from halfstep.policy import Policy
+from halfstep.weights import NORMS, is_source, widen_embedding
 
 
 class Masters:
     """The master weights of an optimizer's parameters, in the layout that a policy asks for.
 
     Held in 16 bit are the weights of two and more dimensions, in every module that the policy computes in 16 bit.
-    Vectors (biases, the weights of norms) stay fp32: they are below 1 % of a model, and what uses them computes in fp32
-    or casts them as autocast does.
+    Vectors, norms and what a weight is computed from stay fp32: they are below 1 % of a model, and what uses them
+    computes in fp32 or casts them as autocast does. So do EmbeddingBag and recurrent layers, whose kernels take weights
+    and biases of one format. An embedding with a 16-bit table hands on fp32, as under autocast.
 
     The parameters stay the same objects, so ties, groups, ``zero_grad`` and whoever holds them keep working. A weight
     that somebody changes in place between two steps is the new weight, without a rest; ``model.load_state_dict`` with
@@ -74,12 +76,15 @@ class Masters:
         formats = _formats_of(self._model, policy)
         for parameter in parameters:
             format = formats.get(parameter, "fp32")
-            is_low = format in SIXTEEN_BIT and parameter.dim() >= 2 and parameter.is_floating_point()
+            is_low = format in SIXTEEN_BIT and parameter.is_floating_point()
             if is_low and parameter not in self._low:
                 self._narrow(parameter, FORMATS[format].dtype)
             elif not is_low and parameter in self._low:
                 self._widen(parameter)
         self._removers += self._loading.watch(self._model)
+        for module in self._model.modules():
+            if getattr(module, "weight", None) in self and (hook := widen_embedding(module)):
+                self._removers.append(hook.remove)
         self._note_versions()
         self._settled = asked
 
@@ -263,12 +268,14 @@ class Masters:
 
 
 def _formats_of(model: nn.Module, policy: Policy) -> dict[torch.Tensor, str]:
-    """The format that each parameter computes in; one that a module in fp32 shares is fp32."""
+    """The format that each parameter is held in; one that any of its modules needs in fp32 is fp32."""
     formats: dict[torch.Tensor, str] = {}
     for path, module in model.named_modules():
-        for parameter in module._parameters.values():
+        stays = isinstance(module, (*NORMS, nn.RNNBase, nn.EmbeddingBag))
+        for name, parameter in module._parameters.items():
             if parameter is not None and formats.get(parameter) != "fp32":
-                formats[parameter] = policy.format_of(path)
+                is_fp32 = stays or parameter.dim() < 2 or is_source(module, name)
+                formats[parameter] = "fp32" if is_fp32 else policy.format_of(path)
     return formats
 
 

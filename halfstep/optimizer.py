@@ -37,7 +37,8 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer, master: str) -> None
                     f"parameter {names[id(parameter)]} ({shape}) in {str(parameter.dtype).removeprefix('torch.')}",
                     "a trainable weight in 16 bit loses every update under half its last place",
                     "Make it fp32 before building the optimizer (parameter.data = parameter.data.float()), since the "
-                    "policy computes in 16 bit all the same; or keep 16-bit weights with a rest: master=split16.",
+                    "policy computes in 16 bit all the same (an adapter made with torch.zeros_like(base) takes the "
+                    "base's format); or keep 16-bit weights with a rest: master=split16.",
                 )
 
 
@@ -75,7 +76,7 @@ def apply(
             masters.step(gradients, divisor)
         return not found_value
     # torch's fused SGD leaves the momentum of a first step that it skips uninitialised, so that one is decided here.
-    is_decided = _begins_momentum(optimizer) or (needs_verdict and bool(masters))
+    is_decided = begins_momentum(optimizer) or (needs_verdict and bool(masters))
     if is_decided and found.item():
         return False
     fused: Any = optimizer
@@ -109,7 +110,7 @@ def _takes_found_inf(optimizer: Optimizer) -> bool:
     return supports and all(group.get("fused") for group in optimizer.param_groups)
 
 
-def _begins_momentum(optimizer: Optimizer) -> bool:
+def begins_momentum(optimizer: Optimizer) -> bool:
     """Whether this is the first step of an SGD with momentum, for some parameter."""
     return isinstance(optimizer, SGD) and any(
         parameter.grad is not None and optimizer.state.get(parameter, {}).get("momentum_buffer") is None

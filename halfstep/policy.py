@@ -165,14 +165,21 @@ class Policy:
         rules = {format for _, format in (*self.modules, *self.ops)}
         return frozenset({self.compute, *rules, *({"tf32"} if self.tf32 else ())} - {"auto"})
 
-    def format_of(self, module: str) -> str:
-        """The format that the module of this qualified name computes in, by the innermost rule that holds for it."""
+    def rule_of(self, module: str) -> str | None:
+        """The format that a rule gives the module of this qualified name, or what it is in: the innermost match decides.
+
+        Of two rules for one module it is the later.
+        """
         while module:
             formats = [format for pattern, format in self.modules if fnmatch.fnmatchcase(module, pattern)]
             if formats:
                 return formats[-1]
             module = module.rpartition(".")[0]
-        return self.compute
+        return None
+
+    def format_of(self, module: str) -> str:
+        """The format that the module of this qualified name computes in, by a rule or as all do."""
+        return self.rule_of(module) or self.compute
 
     def with_module(self, name: str, format: str) -> Policy:
         """The same policy with one more module rule."""

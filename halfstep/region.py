@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_map_only
 from halfstep import cpu16, oplist
 from halfstep.errors import HalfstepError
 from halfstep.events import RunInfo
+from halfstep.fast_path import no_fast_path
 from halfstep.formats import FORMATS, SIXTEEN_BIT
 from halfstep.hardware import Hardware, detect
 from halfstep.kernels import untraced
@@ -76,8 +77,14 @@ class Region:
         oplist.check_rules(self.policy.ops)
         self._op_rules = {name: FORMATS[format].dtype for name, format in self.policy.ops}
         self._op_rules_if_low = self._op_rules if self.policy.formats & SIXTEEN_BIT else None
+        has_attention = any(isinstance(module, nn.MultiheadAttention) for module in model.modules())
+        keeps_out = has_attention and self.device.type == "cpu" and bool(self.policy.formats & SIXTEEN_BIT)
+        self._fast_path = no_fast_path if keeps_out else contextlib.nullcontext()
         self._needs_cpu16 = bool(self.policy.formats & self.hardware.emulated)
         users = [oplist.kernels(self.device.type)] if self._op_rules_if_low is not None else []
+        self._needs_sums = self.device.type == "cpu" and self._op_rules_if_low is not None
+        if self._needs_sums:
+            users.append(cpu16.sums)
         if self._needs_cpu16:
             users.append(cpu16.kernels)
         for kernels in users:
@@ -122,7 +129,7 @@ class Region:
 
         Inside a window that holds its casts it leaves that cache alone, since a cast made here has no gradient.
         """
-        with torch.inference_mode():
+        with torch.inference_mode(), self._fast_path:
             saved = self._begin()
             held = self._casts.kept
             autocast = _set_autocast(self.device.type, self._is_low, self._dtype, not held, held)
@@ -136,7 +143,7 @@ class Region:
     def _begin(self) -> tuple[bool, bool] | None:
         tf32 = _set_tf32(self.policy.uses_tf32) if self.device.type == "cuda" else None
         _opened.append(self)
-        oplist.active, cpu16.active = self._op_rules_if_low, self._needs_cpu16
+        oplist.active, cpu16.active, cpu16.sums_active = self._op_rules_if_low, self._needs_cpu16, self._needs_sums
         return tf32
 
     @untraced
@@ -145,6 +152,7 @@ class Region:
         inner = _opened[-1] if _opened else None
         oplist.active = inner._op_rules_if_low if inner else None
         cpu16.active = inner._needs_cpu16 if inner else False
+        cpu16.sums_active = inner._needs_sums if inner else False
         if tf32 is not None:
             _restore_tf32(tf32)
 

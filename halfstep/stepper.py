@@ -101,8 +101,8 @@ class Stepper:
     scheduler:  its ``step()`` is called after each applied step, and only then.
     on_applied: called with the StepReport after each applied step, and only then (an EMA belongs here).
     sinks:      called with every StepReport, and with an Overflow each time a micro-batch is about to run again.
-    keep_casts: keep the 16-bit copies of the weights over a whole window instead of casting them in each micro-batch, for
-                2 bytes more at the peak for each parameter that meets a 16-bit operation; see docs/region.md.
+    keep_casts: keep the 16-bit copies of the weights over a whole window instead of casting them in each micro-batch;
+                it costs 2 bytes at the peak for each parameter that meets a 16-bit operation, see docs/region.md.
     passes_closure: the optimizer evaluates the loss itself, several times a step, so that it is handed a closure; see
                 halfstep/closure.py. None finds out: LBFGS and sharpness-aware optimizers do.
 

@@ -5,7 +5,7 @@ import torch
 from reference.nets import CPU, nesting
 from torch import nn
 
-from halfstep import cpu16, oplist, region
+from halfstep import autocast_mode, cpu16, oplist, region
 
 torch.set_num_threads(1)
 
@@ -17,12 +17,14 @@ def _nothing_left_behind():
     Autocast's nesting count above zero would leave stale casts to the next test.
     """
     yield
+    autocast_mode._standing.close()
     assert nesting() == 0
     assert torch.get_default_dtype() == torch.float32
     assert not torch.is_autocast_enabled("cpu")
     assert region._opened == []
     assert oplist.active is None
     assert not cpu16.active
+    assert not cpu16.sums_active
 
 
 @pytest.fixture(scope="module")

@@ -143,6 +143,8 @@ def test_examples_run(example, capsys):
     runpy.run_path(str(example), run_name="__main__")
     out = capsys.readouterr().out
     expected = {"train.py": "accuracy 0.9", "tokens.py": "step 20: loss 0.0", "no_closure.py": "the same bits: True"}
+    expected |= {"drop_in.py": "accuracy 1.00, 7 steps skipped", "gan.py": "distance 0."}
+    expected |= {"lbfgs.py": "fits: True", "lora.py": "the base is untouched: True"}
     assert expected[example.name] in out
 
 

@@ -778,7 +778,7 @@ def test_casting_again_replaces_the_region():
     assert report.converted == ("0.weight", "1.linear.weight", "1.linear.bias")
     assert "forward" not in model[2].__dict__
     assert len(model[0]._forward_hooks) == len(model[0]._forward_pre_hooks) == len(model[2]._forward_pre_hooks) == 1
-    assert len(inspect.getclosurevars(model.forward.__func__).nonlocals) == 3
+    assert len(inspect.getclosurevars(model.forward.__func__).nonlocals) == 2
     before = len(inspect.stack())
 
     class Depth(nn.Module):

@@ -263,6 +263,39 @@ def test_matrices_are_16_bit_and_vectors_fp32():
         assert {value.dtype for value in state.values()} == {torch.float32}, parameter.shape
 
 
+def test_a_16_bit_embedding_hands_on_fp32_and_sums_its_rows_in_fp32():
+    """4,096 gradients of 2^-10 for one row: torch's own CPU kernel stops at 256 of them in bf16."""
+    model, stepper = build("bf16 master=split16", model=nn.Embedding(4, 8))
+    index = torch.zeros(4096, dtype=torch.long)
+    seen = watch_gradients(stepper)
+    outputs = []
+    stepper.step(lambda: outputs.append(model(index)) or outputs[0].mean(dim=0).sum())
+    assert outputs[0].dtype == torch.float32
+    assert model.weight.dtype == torch.bfloat16
+    assert torch.equal(seen["weight"][0], torch.ones(8))
+
+
+@pytest.mark.parametrize("layer", ["norm", "rnn", "bag", "parametrised", "weight_norm"])
+def test_what_stays_fp32(layer):
+    """Norms compute in fp32, recurrent kernels take one format, and a source of a weight is no weight."""
+    model = {
+        "norm": lambda: nn.LayerNorm((4, 6)),
+        "rnn": lambda: nn.GRU(6, 5, batch_first=True),
+        "bag": lambda: nn.EmbeddingBag(10, 6),
+        "parametrised": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(6, 5)),
+        "weight_norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(6, 5)),
+    }[layer]()
+    x = torch.zeros(3, 4, dtype=torch.long) if layer == "bag" else torch.randn(3, 4, 6)
+    _, stepper = build("bf16 master=split16", model=model)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+    def loss():
+        output = model(x)
+        return (output[0] if isinstance(output, tuple) else output).float().square().mean()
+
+    assert stepper.step(loss).applied
+
+
 def test_a_module_rule_keeps_its_weights_fp32():
     model, stepper = build("bf16 master=split16 module:up=fp32")
     assert model.up.weight.dtype == torch.float32

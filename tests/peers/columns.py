@@ -6,15 +6,14 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 
-from halfstep import autocast_mode
-from halfstep.autocast_mode import autocast
-from halfstep.grad_scaler import GradScaler
+from halfstep import GradScaler, autocast, autocast_mode
 
 COLUMNS = {
     "torch.amp": "torch_amp",
@@ -24,8 +23,8 @@ COLUMNS = {
     "halfstep Stepper": "stepper",
 }
 """Title, and the name of the function in the file of a fault."""
-NEEDS = {"Fabric": "lightning_fabric", "Accelerate": "accelerate"}
-"""The package without which a column stays empty."""
+NEEDS = {"torch.amp": "torch", "Fabric": "lightning-fabric", "Accelerate": "accelerate"}
+"""The package without which a column stays empty, by its name in the registry."""
 
 THEIRS = SimpleNamespace(autocast=torch.autocast, GradScaler=torch.amp.GradScaler)
 OURS = SimpleNamespace(autocast=autocast, GradScaler=GradScaler)
@@ -40,9 +39,12 @@ class Seen:
     words: str
 
 
-def not_on_a_cpu() -> Seen:
-    """The library has no loss scale, or no such setting, on a CPU."""
-    return Seen(None, "not on a CPU")
+def version_of(column: str) -> str | None:
+    """Of the package that the column is about; None where it is not installed."""
+    try:
+        return version(NEEDS.get(column, "halfstep"))
+    except PackageNotFoundError:
+        return None
 
 
 def look(fault: ModuleType, column: str) -> Seen:
@@ -50,7 +52,6 @@ def look(fault: ModuleType, column: str) -> Seen:
     scenario: Callable[[], Seen] = getattr(fault, COLUMNS[column])
     with torch.random.fork_rng(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a fault that only warns is one that the run goes on with
-        torch.manual_seed(0)
         try:
             return scenario()
         finally:
@@ -118,3 +119,14 @@ def accelerator(**settings: Any) -> Iterator[Any]:
         yield Accelerator(cpu=True, **settings)
     finally:
         forget()
+
+
+def accelerate_in_fp16() -> Seen:
+    """Under ``mixed_precision="fp16"`` Accelerate has neither a region nor a loss scale on a CPU; it runs in fp32."""
+    with accelerator(mixed_precision="fp16") as engine:
+        assert engine.mixed_precision == "fp16"
+        model = engine.prepare(nn.Linear(8, 2))
+        with engine.autocast():
+            if engine.scaler is None and (model(batch(0)[0]) @ torch.ones(2, 1)).dtype == torch.float32:
+                return Seen(None, "not on a CPU")
+    return Seen(True, "has fp16 on a CPU: write this cell")

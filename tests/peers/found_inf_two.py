@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from peers.columns import OURS, THEIRS, Seen, batch, fabric_in_fp16, fate, net, not_on_a_cpu, weights_of
+from peers.columns import OURS, THEIRS, Seen, accelerate_in_fp16, batch, fabric_in_fp16, fate, net, weights_of
 
 from halfstep import Stepper
 
@@ -66,7 +66,7 @@ def fabric() -> Seen:
     return Seen(True, "unscaled")
 
 
-accelerate = not_on_a_cpu
+accelerate = accelerate_in_fp16
 
 
 def noting(kind: type[torch.optim.Optimizer], noted: list[float]) -> type[torch.optim.Optimizer]:

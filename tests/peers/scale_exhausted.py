@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
-from peers.columns import OURS, THEIRS, Seen, batch, fabric_in_fp16, fate, net, not_on_a_cpu, weights_of
+from peers.columns import OURS, THEIRS, Seen, accelerate_in_fp16, batch, fabric_in_fp16, fate, net, weights_of
 
 from halfstep import ScaleExhausted, Stepper
 
@@ -63,7 +63,7 @@ def fabric() -> Seen:
     return Seen(not after.isfinite().all(), f"scale {scale:g}, {fate(before, after)}")
 
 
-accelerate = not_on_a_cpu
+accelerate = accelerate_in_fp16
 
 
 def stepper() -> Seen:
@@ -84,7 +84,8 @@ def stepper() -> Seen:
 def promoted() -> tuple[str, bool, torch.Tensor]:
     """The same batches with ``on_exhausted=promote``: the policy at the end, whether the last step was applied."""
     model = net(8, 16, 2)
-    trainer = Stepper(model, torch.optim.SGD(model.parameters(), lr=1e-16), "fp16 on_exhausted=promote")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = Stepper(model, optimizer, "fp16 on_exhausted=promote", max_norm=1.0)
     for x, y in batches():
         report = trainer.step(lambda x=x, y=y: F.mse_loss(model(x).float(), y))
     assert report is not None

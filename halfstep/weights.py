@@ -1,0 +1,36 @@
+"""Weights stored in 16 bit: which ones stay fp32 all the same, and what keeps the formats that flow between modules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.utils.parametrize import ParametrizationList
+
+NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+"""Modules that compute in fp32, with fp32 weights and statistics."""
+
+
+def is_source(module: nn.Module, name: str) -> bool:
+    """Whether the module's parameter ``name`` is no weight, but what one is computed from in each forward pass."""
+    # Beside parametrizations there are weight_norm, spectral_norm and prune of torch.nn.utils.
+    is_renamed = isinstance(module, nn.Linear | _ConvNd) and name not in ("weight", "bias")
+    return isinstance(module, ParametrizationList) or is_renamed
+
+
+def widen_embedding(module: nn.Module) -> Any:
+    """Let an embedding with a 16-bit table hand on fp32, as with an fp32 one; returns the hook's handle, if it is new.
+
+    What is added up along a model then stays in fp32, as under autocast.
+    """
+    is_embedding = isinstance(module, nn.Embedding | nn.EmbeddingBag)
+    if not is_embedding or _widen_output in module._forward_hooks.values():
+        return None
+    return module.register_forward_hook(_widen_output)
+
+
+def _widen_output(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+    return output.float() if output.dtype in (torch.float16, torch.bfloat16) else output
