@@ -166,7 +166,7 @@ class Policy:
         return frozenset({self.compute, *rules, *({"tf32"} if self.tf32 else ())} - {"auto"})
 
     def rule_of(self, module: str) -> str | None:
-        """The format that a rule gives the module of this qualified name, or what it is in: the innermost match decides.
+        """The format that a rule gives the module of this qualified name or one around it; the innermost match decides.
 
         Of two rules for one module it is the later.
         """

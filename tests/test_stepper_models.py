@@ -269,7 +269,7 @@ def nesting():
 @pytest.mark.parametrize("policy", ["bf16", "fp16", "fp16 on_overflow=skip"])
 def test_a_stepper_dropped_in_mid_window_leaves_no_autocast_behind(policy):
     model = net()
-    stepper = Stepper(model, OPTIMIZERS["sgd"](model.parameters()), policy, accumulate=4)
+    stepper = Stepper(model, OPTIMIZERS["sgd"](model.parameters()), policy, accumulate=4, keep_casts=True)
     stepper.step(lambda: loss_of(model, 0))
     assert nesting() == 1
     del stepper

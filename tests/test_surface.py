@@ -30,6 +30,7 @@ def test_public_names():
         "Workload",
         "align",
         "auto_policy",
+        "autocast",
         "cast_for_inference",
     ]
 

@@ -1,4 +1,4 @@
-"""A scaler as a guard for bf16: init_scale=1, no growth, and three bad batches among good ones."""
+"""A scaler as a guard for bf16: scale 1, no growth, 3 bad batches of 7."""
 
 from __future__ import annotations
 
@@ -53,8 +53,7 @@ def fabric() -> Seen:
     scaler = torch.amp.GradScaler("cpu", init_scale=1.0, growth_interval=10**9)
     try:
         Fabric(accelerator="cpu", devices=1, plugins=MixedPrecision("bf16-mixed", "cpu", scaler))
-    except ValueError as error:
-        assert "does not use a scaler" in str(error)
+    except ValueError:
         engine = fabric_in("bf16-mixed")
         model = net(8, 16, 2)
         prepared, optimizer = engine.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -1,4 +1,4 @@
-"""A weight that is changed in place while an autocast region is open."""
+"""A weight changed in place inside a region."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from itertools import pairwise
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -33,7 +34,10 @@ OURS = SimpleNamespace(autocast=autocast, GradScaler=GradScaler)
 
 @dataclass(frozen=True)
 class Seen:
-    """What a library did. fault: whether the fault showed, None where it could not be tried. words: the table's cell."""
+    """What a library did.
+
+    fault: whether the fault showed, None where it could not be tried. words: the table's cell.
+    """
 
     fault: bool | None
     words: str
@@ -65,7 +69,7 @@ def net(*widths: int) -> nn.Sequential:
     """Linear layers with ReLU between them, the same weights in every column."""
     torch.manual_seed(0)
     layers: list[nn.Module] = []
-    for inner, outer in zip(widths, widths[1:], strict=False):
+    for inner, outer in pairwise(widths):
         layers += [nn.Linear(inner, outer), nn.ReLU()]
     return nn.Sequential(*layers[:-1])
 

@@ -1,4 +1,4 @@
-"""A found_inf of 2, which a sum over two ranks gives, and torch's fused optimizers."""
+"""A found_inf of 2 and a fused optimizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One Inf gradient and clipping, in bf16 and without a scaler."""
+"""One Inf gradient and clipping, in bf16 without a scaler."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def loop(amp: SimpleNamespace) -> Seen:
     return judge(before, model, "applied")
 
 
-def gradients_after_clipping() -> tuple[int, int]:
+def gradients_after_clipping(**settings: bool) -> tuple[int, int]:
     """How many of them are 0 and how many NaN, in the first step of the loop."""
     model = Gated()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = loss_of(model(batch(0)[0]))
     loss.backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0, **settings)
     gradients = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
     return int((gradients == 0).sum()), int(gradients.isnan().sum())
 
@@ -79,7 +79,8 @@ def fabric() -> Seen:
         try:
             engine.clip_gradients(prepared, optimizer, max_norm=1.0)
         except RuntimeError as error:
-            assert "non-finite" in str(error)
+            if "non-finite" not in str(error):
+                raise
             return judge(before, model, "RuntimeError from clip_gradients")
         optimizer.step()
     return judge(before, model, "applied")

@@ -1,4 +1,4 @@
-"""An overflow in micro-batch 2 of 4."""
+"""Overflow in micro-batch 2 of 4."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A window of micro-batches with 3, 40, 9 and 1 tokens, against the gradient of one batch of 53."""
+"""A window of 3, 40, 9 and 1 tokens."""
 
 from __future__ import annotations
 
@@ -26,8 +26,15 @@ def parts() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.SGD(model.parameters(), lr=LR)
 
 
-def judge(model: nn.Module) -> Seen:
-    """The step against the gradient of the mean over all tokens, in fp64."""
+def judge(*models: nn.Module) -> Seen:
+    errors = [error_of(model) for model in models]
+    # bf16 alone is off by less than 1 %: 8 bits, averaged over the tokens.
+    said = [f"off by {100 * error:.0f} %" if error > 0.01 else "off by less than 1 %" for error in errors]
+    return Seen(errors[0] > 0.01, ", and by its guide ".join(said))
+
+
+def error_of(model: nn.Module) -> float:
+    """Of the step, against the gradient of the mean over all tokens, in fp64."""
     start = net(8, 16, 5)
     before = weights_of(start)
     start.double()
@@ -35,9 +42,7 @@ def judge(model: nn.Module) -> Seen:
     F.cross_entropy(start(torch.cat(xs).double()), torch.cat(ys)).backward()
     gradient = torch.cat([p.grad.flatten() for p in start.parameters() if p.grad is not None])
     moved = (before - weights_of(model)).double() / LR
-    error = float((moved - gradient).norm() / gradient.norm())
-    # bf16 alone is off by less than 1 % (8 bits, averaged over the tokens).
-    return Seen(error > 0.05, f"off by {100 * error:.0f} %" if error > 0.05 else "off by less than 1 %")
+    return float((moved - gradient).norm() / gradient.norm())
 
 
 def loop(amp: SimpleNamespace) -> Seen:
@@ -81,7 +86,17 @@ def accelerate() -> Seen:
                 engine.backward(F.cross_entropy(prepared(x).float(), y))
                 optimizer.step()
                 optimizer.zero_grad()
-    return judge(model)
+        by_accumulate = model
+
+        # Its guide to samples of variable size has a loop of its own, which draws the window's batches beforehand.
+        model, optimizer = parts()
+        prepared, optimizer = engine.prepare(model, optimizer)
+        window = [tokens(i) for i in range(N)]
+        num_tokens = sum(y.numel() for _, y in window)
+        for x, y in window:
+            engine.backward(F.cross_entropy(prepared(x).float(), y, reduction="sum") * N / num_tokens)
+        optimizer.step()
+    return judge(by_accumulate, model)
 
 
 def stepper() -> Seen:

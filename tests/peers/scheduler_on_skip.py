@@ -1,4 +1,4 @@
-"""A scheduler on a step that is skipped."""
+"""The scheduler on a skipped step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A short last window: 2 micro-batches where 4 make a step."""
+"""A short last window: 2 micro-batches of 4."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An fp32 master weight and an int16 remainder of a bf16 weight, saved and loaded."""
+"""An fp32 master and an int16 remainder, saved and loaded."""
 
 from __future__ import annotations
 
@@ -107,6 +107,5 @@ def stepper() -> Seen:
     assert not all(torch.equal(weight, weight.bfloat16().float()) for weight in exact.values())
     is_exact = all(torch.equal(weight, again[name]) for name, weight in exact.items())
     (rest,) = {name_of(rest) for rest in resumed.state_dict()["masters"]["rests"].values()}
-    return Seen(
-        not is_exact, f"rest comes back {rest}, fp32 weights {'the same to the bit' if is_exact else 'changed'}"
-    )
+    weights = "the same to the bit" if is_exact else "changed"
+    return Seen(not is_exact, f"rest comes back {rest}, fp32 weights {weights}")

@@ -20,7 +20,7 @@ from peers import (
     state_formats,
     unsupported_format,
 )
-from peers.columns import COLUMNS, version_of
+from peers.columns import COLUMNS, fabric_in, version_of
 from peers.table import FAULTS, lines, seen, title
 
 PAGE = Path(__file__).parents[2] / "docs" / "peers.md"
@@ -60,6 +60,8 @@ def test_one_inf_gradient_and_clipping():
 
 def test_clipping_makes_every_other_gradient_zero():
     assert inf_clipped.gradients_after_clipping() == (39, 1)  # of 8 x 4 weights, 4 biases, 4 gates
+    with pytest.raises(RuntimeError, match="non-finite"):
+        inf_clipped.gradients_after_clipping(error_if_nonfinite=True)
 
 
 def test_found_inf_of_2():
@@ -101,10 +103,21 @@ def test_ragged_token_counts():
     assert faults_of(ragged_counts) == [True, True, False]
 
 
+def test_fabric_computes_in_bf16_where_16_mixed_is_asked_for_on_a_cpu():
+    need("Fabric")
+    with pytest.warns(UserWarning, match="Using `precision='bf16-mixed'` instead"):
+        engine = fabric_in("16-mixed")
+    assert engine.strategy.precision.precision == "bf16-mixed"
+
+
+def need(*columns):
+    if missing := [column for column in columns if version_of(column) is None]:
+        pytest.skip(f"{' and '.join(missing)} not installed")
+
+
 @pytest.mark.parametrize("column", COLUMNS)
 def test_the_page_says_what_is_seen(column):
-    if version_of(column) is None:
-        pytest.skip(f"{column} is not installed")
+    need(column)
     page = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")]
     header, _, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in page)
     said = {row[0]: row[header.index(column)] for row in rows}
@@ -113,6 +126,5 @@ def test_the_page_says_what_is_seen(column):
 
 
 def test_the_table_of_the_page_is_what_the_script_prints():
-    if missing := [column for column in COLUMNS if version_of(column) is None]:
-        pytest.skip(f"{' and '.join(missing)} not installed")
+    need(*COLUMNS)
     assert "\n".join(lines()) in PAGE.read_text()

@@ -1,4 +1,4 @@
-"""autocast to a format that no operation computes in: float64, float8."""
+"""autocast to float64 and to float8."""
 
 from __future__ import annotations
 
