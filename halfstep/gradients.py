@@ -71,11 +71,14 @@ def norms_of(gradients: Iterable[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...
     """The 2-norm of each gradient, and of all together, in fp32 on the device."""
     values = [_values(gradient) for gradient in gradients]
     low = [value for value in values if value.dtype in _SIXTEEN_BIT]
-    rest = [value for value in values if value.dtype not in _SIXTEEN_BIT]
-    # The norm of an fp16 gradient may be beyond fp16. In two lists, since torch's fast path takes one dtype at a time.
-    of_low = iter(torch._foreach_norm(low, dtype=torch.float32) if low else ())
-    of_rest = iter(torch._foreach_norm(rest) if rest else ())
-    norms = tuple(next(of_low if value.dtype in _SIXTEEN_BIT else of_rest) for value in values)
+    if low:
+        # The norm of an fp16 gradient may be beyond fp16. In two lists, since torch's fast path takes one dtype at a time.
+        rest = [value for value in values if value.dtype not in _SIXTEEN_BIT]
+        of_low = iter(torch._foreach_norm(low, dtype=torch.float32))
+        of_rest = iter(torch._foreach_norm(rest) if rest else ())
+        norms = tuple(next(of_low if value.dtype in _SIXTEEN_BIT else of_rest) for value in values)
+    else:
+        norms = torch._foreach_norm(values)
     return norms, torch.linalg.vector_norm(torch.stack(norms))
 
 

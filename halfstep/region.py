@@ -102,15 +102,16 @@ class Region:
 
     @untraced
     def __enter__(self) -> Self:
-        self._entered.append(self._begin())
-        kind = self.device.type
-        self._entered.append(_set_autocast(kind, self._is_low, self._dtype, True, self._casts.kept))
+        begun = self._begin()
+        autocast = _set_autocast(self.device.type, self._is_low, self._dtype, True, self._casts.kept)
+        self._entered.append((begun, autocast))
         return self
 
     @untraced
     def __exit__(self, *exception: object) -> None:
-        _restore_autocast(self.device.type, self._entered.pop(), self._casts.kept)
-        self._finish(self._entered.pop())
+        begun, autocast = self._entered.pop()
+        _restore_autocast(self.device.type, autocast, self._casts.kept)
+        self._finish(begun)
 
     @contextlib.contextmanager
     @untraced

@@ -54,7 +54,7 @@ def version_of(column: str) -> str | None:
 def look(fault: ModuleType, column: str) -> Seen:
     """Run one fault with one library, and leave nothing behind that another column would notice."""
     scenario: Callable[[], Seen] = getattr(fault, COLUMNS[column])
-    with torch.random.fork_rng(), warnings.catch_warnings():
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a fault that only warns is one that the run goes on with
         try:
             return scenario()
@@ -86,7 +86,7 @@ def weights_of(model: nn.Module) -> torch.Tensor:
 
 def fate(before: torch.Tensor, after: torch.Tensor) -> str:
     """In words, what became of weights that a bad gradient must not reach."""
-    if num_nan := int((~after.isfinite()).sum()):
+    if num_nan := int(after.isnan().sum()):
         return f"{num_nan} of {after.numel()} weights NaN"
     return "weights intact" if torch.equal(before, after) else "weights moved"
 

@@ -35,6 +35,17 @@ def torch_amp() -> Seen:
     return judge(loop(THEIRS, lambda scaler: True))
 
 
+def by_scale() -> Seen:
+    """torch's scaler and a loop that advances unless the scale fell."""
+    scales = [2.0**16]
+
+    def may_advance(scaler: Any) -> bool:
+        scales.append(scaler.get_scale())
+        return scales[-1] >= scales[-2]
+
+    return judge(loop(THEIRS, may_advance))
+
+
 def drop_in() -> Seen:
     """The loop of its page, which asks before it advances."""
     return judge(loop(OURS, lambda scaler: scaler.last_step_applied))

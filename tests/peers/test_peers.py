@@ -75,6 +75,7 @@ def test_overflow_in_micro_batch_2_of_4():
 
 def test_scheduler_on_a_skipped_step():
     assert faults_of(scheduler_on_skip) == [True, False, False]
+    assert not scheduler_on_skip.by_scale().fault
 
 
 def test_master_and_remainder_through_load_state_dict():
