@@ -72,7 +72,7 @@ def norms_of(gradients: Iterable[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...
     values = [_values(gradient) for gradient in gradients]
     low = [value for value in values if value.dtype in _SIXTEEN_BIT]
     if low:
-        # The norm of an fp16 gradient may be beyond fp16. In two lists, since torch's fast path takes one dtype at a time.
+        # The norm of an fp16 gradient may be beyond fp16. Two lists, since torch's fast path takes one dtype at a time.
         rest = [value for value in values if value.dtype not in _SIXTEEN_BIT]
         of_low = iter(torch._foreach_norm(low, dtype=torch.float32))
         of_rest = iter(torch._foreach_norm(rest) if rest else ())

@@ -360,7 +360,7 @@ def _set_autocast(device_type: str, enabled: bool, dtype: torch.dtype, cache: bo
         torch.is_autocast_enabled(device_type),
         torch.get_autocast_dtype(device_type),
         torch.is_autocast_cache_enabled(),
-        _set_backward_autocast("off"),
+        _set_backward_autocast("off") if enabled else None,
     )
     torch.set_autocast_enabled(device_type, enabled)
     if enabled:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -32,8 +31,6 @@ from halfstep.gradients import (
     add_gradients,
     dropping_gradients,
     gradients_of,
-    is_not_finite,
-    is_one,
     nonfinite,
     nonfinite_share,
     norms_of,
@@ -50,49 +47,17 @@ from halfstep.region import Region
 from halfstep.scale import make_scale
 from halfstep.snapshot import RandomState, RunningStatistics
 from halfstep.updates import UpdateMeter
-
-Loss = torch.Tensor | tuple[torch.Tensor, "int | float | torch.Tensor"]
-"""What a closure returns: a mean (each micro-batch counts alike), or (sum, count) of tokens or samples."""
+from halfstep.window import Loss, Verdict, Window, judge, over, read_loss, why_skipped
 
 _CHECK_EVERY = 64
 """Windows between two looks at a scale whose verdicts stay on the device: is it exhausted?"""
 
 
-@dataclass
-class _Window:
-    """What the micro-batches so far add up to. Their gradients are in ``.grad``, as a sum scaled by scale / unit."""
-
-    num_micro_batches: int = 0
-    loss_sum: torch.Tensor | None = None
-    count: torch.Tensor | float = 0.0
-    num_replays: int = 0
-    nonfinite_share: float | None = None
-    norm: torch.Tensor | None = None
-    """Norm of the scaled gradient, where a replay's verdict has taken it already."""
-
-    def add(self, loss: torch.Tensor, count: float | torch.Tensor) -> None:
-        """One more micro-batch. A loss in fp64 keeps its digits, for the line search of an LBFGS."""
-        self.num_micro_batches += 1
-        loss = loss.detach().to(torch.promote_types(loss.dtype, torch.float32))
-        self.loss_sum = loss if self.loss_sum is None else self.loss_sum + loss
-        self.count = self.count + count
-
-
-@dataclass(frozen=True)
-class _Verdict:
-    """On a gradient: what it has to be divided by, 1.0 if it is not finite, and whether the scale is the cause."""
-
-    divisor: torch.Tensor | float
-    found: torch.Tensor
-    overflow: torch.Tensor
-    numbers: torch.Tensor
-    """Loss, norm, scale and ``found``, as the report reads them."""
-
-
 class Stepper:
     """Mixed-precision training steps for one model and one optimizer.
 
-    model:      its trainable parameters are fp32; the policy's region casts them where it computes in 16 bit.
+    model:      its trainable parameters are fp32, and the policy's region casts them where it computes in 16 bit; a
+                layout of master weights (docs/master-weights.md) makes them 16 bit here, in place.
     optimizer:  any torch optimizer over parameters of ``model``. The stepper calls ``step`` and clears gradients, those
                 too that something else has left in them when a window begins.
     policy:     text or Policy; ``auto`` picks by the device and says why in ``stepper.info``.
@@ -162,7 +127,7 @@ class Stepper:
         self._unit: float | None = None
         self._promoted: list[str] = []
         self._had_hopeless = False  # whether the micro-batch before was one that no scale mends
-        self._window = _Window()
+        self._window = Window()
 
     @property
     def policy(self) -> Policy:
@@ -243,33 +208,13 @@ class Stepper:
 
     def _read_loss(self, result: Loss) -> tuple[torch.Tensor, float | torch.Tensor]:
         """The loss to differentiate and its count; the unit of scaled sums is fixed by the first count."""
-        loss, count = result if isinstance(result, tuple) and len(result) == 2 else (result, 1.0)
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.is_floating_point():
-            raise HalfstepError(
-                f"a loss that is {_kind(loss)}", "backward starts from one number", "Return a mean or (sum, count)."
-            )
-        if not loss.requires_grad:
-            raise HalfstepError(
-                "a loss without a gradient",
-                "it depends on no trainable parameter, or was computed under no_grad or detached",
-                "Return the loss as the model's output gives it; for evaluation use stepper.inference().",
-            )
-        if isinstance(count, torch.Tensor) and count.numel() == 1:
-            count = count.detach().reshape(()).to(self.scale.value)  # fp32, since counts in 16 bit do not add up
-        elif hasattr(count, "__float__") and not isinstance(count, torch.Tensor):
-            count = float(count)
-        else:
-            raise HalfstepError(
-                f"a count that is {_kind(count)}",
-                "the second of a pair is the number that the sum is divided by",
-                "Return (sum, count), or the mean alone.",
-            )
+        loss, count = read_loss(result, self.scale.value)
         if self._unit is None:
             # A sum over thousands of tokens would meet fp16 thousands of times larger than a mean. The nearest power of
             # two to the first count brings it back and rounds nothing; the true count is in the factor at the end.
-            usual = float(count) if isinstance(result, tuple) and self.scale.kind != "none" else 1.0
+            usual = float(count) if self.scale.kind != "none" else 1.0
             self._unit = 2.0 ** round(math.log2(usual)) if 0 < usual < math.inf else 1.0
-        return loss.reshape(()), count
+        return loss, count
 
     def _differentiate(self, closure: Callable[[], Loss]) -> tuple[torch.Tensor, float | torch.Tensor]:
         """Loss and count of one micro-batch. Its gradient is added to the sums."""
@@ -282,7 +227,7 @@ class Stepper:
 
     def _run_backward(self, loss: torch.Tensor) -> None:
         """Backward of loss x scale / unit: the factor is where the gradient starts, which costs no operation."""
-        start = _over(self.scale.value, self._unit or 1.0)
+        start = over(self.scale.value, self._unit or 1.0)
         if loss.dtype in (torch.float16, torch.bfloat16):
             loss = loss.float()  # 2^16 is beyond fp16
         with self.region.backward():
@@ -474,7 +419,7 @@ class Stepper:
         # Update.
         self.scale.update(verdict.overflow)
         self._clear_window()
-        why = partial(_why, window.count)
+        why = partial(why_skipped, window.count)
         report = StepReport(self.num_steps, verdict.numbers.tolist, why, window.num_replays, window.nonfinite_share)
         if applied:
             if self.scheduler is not None:
@@ -488,7 +433,7 @@ class Stepper:
                 self._promote_or_stop(closure, bad, self.num_steps)
         return report
 
-    def _judge(self, window: _Window) -> tuple[Gradients, _Verdict]:
+    def _judge(self, window: Window) -> tuple[Gradients, Verdict]:
         """The gradients of a window, sums of loss x scale / unit, and what is to be done with them."""
         gradients = gradients_of(self.optimizer)
         if not gradients or window.loss_sum is None:
@@ -498,25 +443,11 @@ class Stepper:
                 "no parameter of the optimizer got one",
                 "Build the optimizer over the parameters that the loss depends on.",
             )
-        # Unscale: the true gradient is their mean over the window's count.
-        scaled_norm = norms_of(gradients.values())[1] if window.norm is None else window.norm
-        divisor = window.count / (self._unit or 1.0)
-        if self.scale.kind != "none":
-            divisor = self.scale.value * divisor
-        norm = _over(scaled_norm, divisor)
-        found = is_not_finite(norm)
-        # A count of 0 makes it NaN too, which says nothing about the scale.
-        overflow = found if isinstance(window.count, float) and window.count else is_not_finite(scaled_norm)
-        # Clip, with the formula of torch.nn.utils.clip_grad_norm_. It divides, since that rounds once.
-        if self.max_norm is not None:
-            clip = ((norm + 1e-6) / self.max_norm).clamp_(min=1.0)
-            divisor = clip if is_one(divisor) else clip * divisor
-        numbers = torch.stack([_over(window.loss_sum, window.count), norm, self.scale.value, found])
-        return gradients, _Verdict(divisor, found, overflow, numbers)
+        return gradients, judge(window, gradients, self.scale, self._unit or 1.0, self.max_norm)
 
     def _apply_by_closure(
-        self, closure: Callable[[], Loss], window: _Window, gradients: Gradients, verdict: _Verdict
-    ) -> tuple[bool, Gradients, _Verdict]:
+        self, closure: Callable[[], Loss], window: Window, gradients: Gradients, verdict: Verdict
+    ) -> tuple[bool, Gradients, Verdict]:
         """Let the optimizer evaluate the loss itself; the window is the first evaluation.
 
         One that is not finite undoes the step, and it is what the report and the scale then go by.
@@ -544,7 +475,7 @@ class Stepper:
 
     def _clear_window(self) -> None:
         take_gradients(self.optimizer)
-        self._window = _Window()
+        self._window = Window()
 
     def _drop_window(self) -> None:
         """Go back to where the window began."""
@@ -596,7 +527,7 @@ class Stepper:
         try:
             sums = dict(state["window"])
             gradients, statistics = sums.pop("gradients"), sums.pop("statistics")
-            window = _Window(**sums)
+            window = Window(**sums)
             names = ("num_steps", "unit", "scale", "promoted", "had_hopeless", "masters")
             numbers = {name: state[name] for name in names}
         except (KeyError, TypeError):
@@ -627,22 +558,6 @@ class Stepper:
         self._window = window
         self._statistics.load_state_dict(statistics)
         put_gradients({parameters[name]: g.to(parameters[name].device, copy=True) for name, g in gradients.items()})
-
-
-def _why(count: float | torch.Tensor, loss: float, norm: float) -> str:
-    if not count:
-        return "the count is 0: there is nothing to take the mean of"
-    if not math.isfinite(loss):
-        return f"the loss is {loss}: a fault of the forward pass or the data, which no loss scale mends"
-    return f"the gradient norm is {norm}"
-
-
-def _kind(value: object) -> str:
-    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-
-
-def _over(value: torch.Tensor, divisor: torch.Tensor | float) -> torch.Tensor:
-    return value if is_one(divisor) else value / divisor
 
 
 def _names(model: nn.Module, parameters: Iterable[torch.Tensor]) -> list[str]:

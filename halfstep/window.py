@@ -1,0 +1,108 @@
+"""The window: what its micro-batches add up to, and the verdict on its gradient."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from halfstep.errors import HalfstepError
+from halfstep.gradients import Gradients, is_not_finite, is_one, norms_of
+from halfstep.scale import NoScale
+
+Loss = torch.Tensor | tuple[torch.Tensor, "int | float | torch.Tensor"]
+"""What a closure returns: a mean (each micro-batch counts alike), or (sum, count) of tokens or samples."""
+
+
+@dataclass
+class Window:
+    """What the micro-batches so far add up to. Their gradients are in ``.grad``, as a sum scaled by scale / unit."""
+
+    num_micro_batches: int = 0
+    loss_sum: torch.Tensor | None = None
+    count: torch.Tensor | float = 0.0
+    num_replays: int = 0
+    nonfinite_share: float | None = None
+    norm: torch.Tensor | None = None
+    """Norm of the scaled gradient, where a replay's verdict has taken it already."""
+
+    def add(self, loss: torch.Tensor, count: float | torch.Tensor) -> None:
+        """One more micro-batch. A loss in fp64 keeps its digits, for the line search of an LBFGS."""
+        self.num_micro_batches += 1
+        loss = loss.detach().to(torch.promote_types(loss.dtype, torch.float32))
+        self.loss_sum = loss if self.loss_sum is None else self.loss_sum + loss
+        self.count = self.count + count
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """On a gradient: what it has to be divided by, 1.0 if it is not finite, and whether the scale is the cause."""
+
+    divisor: torch.Tensor | float
+    found: torch.Tensor
+    overflow: torch.Tensor
+    numbers: torch.Tensor
+    """Loss, norm, scale and ``found``, as the report reads them."""
+
+
+def read_loss(result: Loss, like: torch.Tensor) -> tuple[torch.Tensor, float | torch.Tensor]:
+    """Loss and count of a micro-batch, as numbers; a count on the device in the format of ``like``."""
+    loss, count = result if isinstance(result, tuple) and len(result) == 2 else (result, 1.0)
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+        raise HalfstepError(
+            f"a loss that is {_kind(loss)}", "backward starts from one number", "Return a mean or (sum, count)."
+        )
+    if not loss.requires_grad:
+        raise HalfstepError(
+            "a loss without a gradient",
+            "it depends on no trainable parameter, or was computed under no_grad or detached",
+            "Return the loss as the model's output gives it; for evaluation use stepper.inference().",
+        )
+    if isinstance(count, torch.Tensor) and count.numel() == 1:
+        return loss.reshape(()), count.detach().reshape(()).to(like)  # fp32: counts in 16 bit do not add up
+    if not hasattr(count, "__float__") or isinstance(count, torch.Tensor):
+        raise HalfstepError(
+            f"a count that is {_kind(count)}",
+            "the second of a pair is the number that the sum is divided by",
+            "Return (sum, count), or the mean alone.",
+        )
+    return loss.reshape(()), float(count)
+
+
+def judge(window: Window, gradients: Gradients, scale: NoScale, unit: float, max_norm: float | None) -> Verdict:
+    """The verdict on the sums of a window's scaled gradients. Nothing is read from the device, and nothing changed."""
+    assert window.loss_sum is not None, "a window holds something"
+    # Unscale: the true gradient is their mean over the window's count.
+    scaled_norm = norms_of(gradients.values())[1] if window.norm is None else window.norm
+    divisor = window.count / unit
+    if scale.kind != "none":
+        divisor = scale.value * divisor
+    norm = over(scaled_norm, divisor)
+    found = is_not_finite(norm)
+    # A count of 0 makes it NaN too, which says nothing about the scale.
+    overflow = found if isinstance(window.count, float) and window.count else is_not_finite(scaled_norm)
+    # Clip, with the formula of torch.nn.utils.clip_grad_norm_. It divides, since that rounds once.
+    if max_norm is not None:
+        clip = ((norm + 1e-6) / max_norm).clamp_(min=1.0)
+        divisor = clip if is_one(divisor) else clip * divisor
+    numbers = torch.stack([over(window.loss_sum, window.count), norm, scale.value, found])
+    return Verdict(divisor, found, overflow, numbers)
+
+
+def why_skipped(count: float | torch.Tensor, loss: float, norm: float) -> str:
+    """The reason of a step that was not applied."""
+    if not count:
+        return "the count is 0: there is nothing to take the mean of"
+    if not math.isfinite(loss):
+        return f"the loss is {loss}: a fault of the forward pass or the data, which no loss scale mends"
+    return f"the gradient norm is {norm}"
+
+
+def _kind(value: object) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+
+
+def over(value: torch.Tensor, divisor: torch.Tensor | float) -> torch.Tensor:
+    """``value / divisor``, where that is an operation at all."""
+    return value if is_one(divisor) else value / divisor
