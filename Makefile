@@ -28,7 +28,7 @@ check: $(READY)
 	$(BIN)/python -m pytest
 
 bench: $(READY)
-	@for file in benchmarks/bench_*.py; do $(BIN)/python $$file || exit 1; done
+	@for file in benchmarks/bench_*.py benchmarks/memory.py benchmarks/peer_table.py; do $(BIN)/python $$file || exit 1; done
 
 clean:
 	rm -rf $(VENV) report.html report.json

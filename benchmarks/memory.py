@@ -131,7 +131,7 @@ def measure(engine: str, layout: str, states: str, accumulate: int, width: int, 
         stepper = Stepper(
             model, optimizer, f"bf16 master={layout}", accumulate=accumulate, max_norm=1.0, hardware=hardware
         )
-        masters = [low for low in stepper.masters._low.values() if low is not None]
+        masters = [rest.low for rest in stepper.masters._rests.values() if rest.low is not None]
 
         def step() -> None:
             for batch in tokens:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from halfstep import cpu16, oplist, region
+from halfstep import region
 from halfstep.errors import HalfstepError
 
 _LOW = {torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -94,4 +94,4 @@ def _open_for_good(base: region.Region) -> None:
     num_bases = sum(kind == "cpu" for kind, _ in _stands_for)
     opened.insert(num_bases if base._needs_cpu16 else 0, base)
     _standing.callback(base._finish, None)
-    oplist.active, cpu16.active = opened[-1]._op_rules_if_low, opened[-1]._needs_cpu16
+    opened[-1]._switch_on()

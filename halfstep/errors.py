@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class HalfstepError(ValueError):
     """A call that cannot work: what was passed, why it cannot work, what to do instead.
@@ -24,3 +26,8 @@ class ScaleExhausted(HalfstepError):
 
     It names the module and parameters at fault. The weights and states are those of the last applied step.
     """
+
+
+def and_more(names: Sequence[str]) -> str:
+    """The first three names of a message, and how many more there are."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -23,8 +23,8 @@ import torch
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from halfstep.errors import HalfstepError, ScaleExhausted
-from halfstep.gradients import gradients_of
+from halfstep.errors import HalfstepError, ScaleExhausted, and_more
+from halfstep.gradients import gradients_of, values_of
 from halfstep.optimizer import begins_momentum
 from halfstep.scale import update_scale
 
@@ -123,7 +123,7 @@ class GradScaler(torch.amp.GradScaler):
         gradients = gradients_of(optimizer)
         names = _names(optimizer)
         with torch.no_grad():
-            flags = [torch.isfinite(_values(gradient)).all() for gradient in gradients.values()]
+            flags = [torch.isfinite(values_of(gradient)).all() for gradient in gradients.values()]
             are_finite = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist() if flags else []
         return [names[p] for p, is_finite in zip(gradients, are_finite, strict=True) if not is_finite]
 
@@ -192,7 +192,7 @@ class GradScaler(torch.amp.GradScaler):
             if not bad:
                 raise
             raise HalfstepError(
-                f"Attempting to unscale FP16 gradients of {_and_more(bad)}",
+                f"Attempting to unscale FP16 gradients of {and_more(bad)}",
                 "the weights are fp16 themselves, and an unscaled gradient below 6e-8 would become 0",
                 "Keep the weights in fp32 with model.float(), autocast computes in 16 bit all the same; or use "
                 "halfstep.Stepper.",
@@ -263,7 +263,7 @@ class GradScaler(torch.amp.GradScaler):
             raise ScaleExhausted(
                 f"the loss scale at its floor of {self.floor:g}",
                 f"at least {_STOP_AFTER} updates in a row overflowed, and the gradient of "
-                f"{_and_more(at_fault) or 'a parameter'} is still not finite",
+                f"{and_more(at_fault) or 'a parameter'} is still not finite",
                 "No loss scale mends that: look at the data and at the loss, keep the module of these parameters in "
                 "fp32 with autocast(enabled=False), or use bf16. The weights are those of the last applied step.",
             )
@@ -383,11 +383,3 @@ def _names(optimizer: Optimizer) -> dict[torch.Tensor, str]:
             shape = f"shape {tuple(parameter.shape)}"
             names[parameter] = f"{given[j]} ({shape})" if given else f"parameter {j} of group {i} ({shape})"
     return names
-
-
-def _values(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient.coalesce().values() if gradient.is_sparse else gradient
-
-
-def _and_more(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -69,7 +69,7 @@ def put_gradients(gradients: Mapping[torch.Tensor, torch.Tensor]) -> None:
 
 def norms_of(gradients: Iterable[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
     """The 2-norm of each gradient, and of all together, in fp32 on the device."""
-    values = [_values(gradient) for gradient in gradients]
+    values = [values_of(gradient) for gradient in gradients]
     low = [value for value in values if value.dtype in _SIXTEEN_BIT]
     if low:
         # The norm of an fp16 gradient may be beyond fp16. Two lists, since torch's fast path takes one dtype at a time.
@@ -91,7 +91,7 @@ def nonfinite(gradients: Mapping[torch.Tensor, torch.Tensor], norms: Iterable[to
 def nonfinite_share(gradients: Iterable[torch.Tensor]) -> float:
     """The share of elements that are inf or NaN. Reads from the device."""
     gradients = list(gradients)
-    num_bad = sum(int((~torch.isfinite(_values(gradient))).sum()) for gradient in gradients)
+    num_bad = sum(int((~torch.isfinite(values_of(gradient))).sum()) for gradient in gradients)
     return num_bad / sum(gradient.numel() for gradient in gradients)
 
 
@@ -100,6 +100,6 @@ def is_not_finite(number: torch.Tensor) -> torch.Tensor:
     return (number - number).ne(0).float()
 
 
-def _values(gradient: torch.Tensor) -> torch.Tensor:
+def values_of(gradient: torch.Tensor) -> torch.Tensor:
     """The elements of a gradient; those that a sparse one stores."""
     return gradient.coalesce().values() if gradient.is_sparse else gradient

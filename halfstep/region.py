@@ -144,18 +144,22 @@ class Region:
     def _begin(self) -> tuple[bool, bool] | None:
         tf32 = _set_tf32(self.policy.uses_tf32) if self.device.type == "cuda" else None
         _opened.append(self)
-        oplist.active, cpu16.active, cpu16.sums_active = self._op_rules_if_low, self._needs_cpu16, self._needs_sums
+        self._switch_on()
         return tf32
 
     @untraced
     def _finish(self, tf32: tuple[bool, bool] | None) -> None:
         del _opened[len(_opened) - 1 - _opened[::-1].index(self)]
-        inner = _opened[-1] if _opened else None
-        oplist.active = inner._op_rules_if_low if inner else None
-        cpu16.active = inner._needs_cpu16 if inner else False
-        cpu16.sums_active = inner._needs_sums if inner else False
+        if _opened:
+            _opened[-1]._switch_on()
+        else:
+            oplist.active, cpu16.active, cpu16.sums_active = None, False, False
         if tf32 is not None:
             _restore_tf32(tf32)
+
+    def _switch_on(self) -> None:
+        """Make the kernels follow this region, the innermost one."""
+        oplist.active, cpu16.active, cpu16.sums_active = self._op_rules_if_low, self._needs_cpu16, self._needs_sums
 
     # The cast weights of a window.
 

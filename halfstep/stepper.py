@@ -24,7 +24,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from halfstep.closure import NonFiniteEvaluation, needs_closure, step_by_closure
-from halfstep.errors import HalfstepError, ScaleExhausted
+from halfstep.errors import HalfstepError, ScaleExhausted, and_more
 from halfstep.events import Overflow, RunInfo, StepReport
 from halfstep.gradients import (
     Gradients,
@@ -351,7 +351,7 @@ class Stepper:
             cure = "Use"
         raise ScaleExhausted(
             f"the loss scale at its floor of {self.policy.scale.floor:g}, step {step}",
-            f"the gradient of {_and_more(names)} is still not finite{who}",
+            f"the gradient of {and_more(names)} is still not finite{who}",
             f"{cure} bf16 where the device has it. The weights are those of the last applied step.",
         )
 
@@ -563,7 +563,3 @@ class Stepper:
 def _names(model: nn.Module, parameters: Iterable[torch.Tensor]) -> list[str]:
     wanted = {id(parameter) for parameter in parameters}
     return [name for name, parameter in model.named_parameters() if id(parameter) in wanted]
-
-
-def _and_more(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -200,7 +200,7 @@ def test_a_mean_counts_each_micro_batch_alike(policy):
 
 
 def test_the_weighting_of_means_is_documented():
-    text = " ".join(Path(halfstep.stepper.__file__).read_text().split())
+    text = " ".join(Path(halfstep.window.__file__).read_text().split())
     assert "a mean (each micro-batch counts alike), or (sum, count) of tokens or samples" in text
 
 
