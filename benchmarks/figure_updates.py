@@ -16,13 +16,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from chart import COLORS, Chart
 from torch import nn
 
 from halfstep.updates import UpdateMeter
 
 FAN_IN, NUM_ROWS, NUM_STEPS, BETA1 = 1024, 256, 100, 0.9
 RATES = [10 ** (-6 + half / 2) for half in range(11)]
-LEFT, RIGHT, TOP, BOTTOM, WIDTH, HEIGHT = 70, 170, 50, 50, 720, 380
 Cdf = Callable[[float], float]
 
 
@@ -37,8 +37,8 @@ def default_init(x: float) -> float:
 
 
 CURVES: dict[str, tuple[Cdf, str]] = {
-    "weights near 1": (near_one, "#b3401f"),
-    f"nn.Linear({FAN_IN})": (default_init, "#1f5fb3"),
+    "weights near 1": (near_one, COLORS[0]),
+    f"nn.Linear({FAN_IN})": (default_init, COLORS[1]),
 }
 
 
@@ -80,41 +80,19 @@ def measured_pct(cdf: Cdf, lr: float) -> float:
     return measured
 
 
-def x_of(lr: float) -> float:
-    return round(LEFT + (math.log10(lr) + 6) / 5 * (WIDTH - LEFT - RIGHT), 1)
-
-
-def y_of(pct: float) -> float:
-    return round(HEIGHT - BOTTOM - pct / 100 * (HEIGHT - TOP - BOTTOM), 1)
-
-
-def text(x: float, y: float, words: str, anchor: str = "middle", color: str = "#333") -> str:
-    return f'<text x="{x}" y="{y}" text-anchor="{anchor}" fill="{color}">{words}</text>'
-
-
 def draw(measured: dict[str, list[float]]) -> str:
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" '
-        'font-size="13">',
-        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#fff"/>',
-        text(LEFT, 26, "AdamW updates lost by plain bf16 weights: computed (lines), measured (dots)", "start", "#000"),
-    ]
-    for pct in range(0, 101, 25):
-        lines.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y_of(pct)}" y2="{y_of(pct)}" stroke="#ddd"/>')
-        lines.append(text(LEFT - 8, y_of(pct) + 4, f"{pct}%", "end"))
-    for power in range(-6, 0):
-        lines.append(text(x_of(10.0**power), HEIGHT - BOTTOM + 20, f"1e{power}"))
-    lines.append(text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 10, "learning rate"))
+    chart = Chart(
+        "AdamW updates lost by plain bf16 weights: computed (lines), measured (dots)",
+        "learning rate",
+        {power: f"1e{power}" for power in range(-6, 0)},
+        {pct: f"{pct}%" for pct in range(0, 101, 25)},
+    )
     for row, (name, (cdf, color)) in enumerate(CURVES.items()):
-        rates = [10 ** (-6 + step / 20) for step in range(101)]
-        path = " ".join(f"{x_of(lr)},{y_of(computed_pct(cdf, lr))}" for lr in rates)
-        lines.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"/>')
-        lines += [
-            f'<circle cx="{x_of(lr)}" cy="{y_of(pct)}" r="4" fill="{color}"/>'
-            for lr, pct in zip(RATES, measured[name], strict=True)
-        ]
-        lines.append(text(WIDTH - RIGHT + 15, TOP + 20 + 22 * row, name, "start", color))
-    return "\n".join([*lines, "</svg>"]) + "\n"
+        powers = [-6 + step / 20 for step in range(101)]
+        chart.line([(power, computed_pct(cdf, 10**power)) for power in powers], color)
+        chart.dots([(math.log10(lr), pct) for lr, pct in zip(RATES, measured[name], strict=True)], color)
+        chart.label(95 - 7 * row, name, color)
+    return chart.svg()
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@ Measured on a transformer with 50 million parameters, in its third step, with cl
 torch.amp with fused AdamW and for every layout of master weights, each with fp32 states and with 8-bit ones (torchao's
 and bitsandbytes' AdamW8bit, where they are installed). Each row runs in a process of its own.
 
-To reach at the peak: 14 bytes with split16 and fp32 states (16 when accumulating, since the sums are fp32), 8 with 8-bit
-states (10), 7 with split8 and 8-bit states (9). The bound, in bytes a parameter: a bf16 weight 2, its rest 2 or 1,
+To reach at the peak: 14 bytes with split16 and fp32 states (16 when accumulating, since the sums are fp32), 8 with
+8-bit states (10), 7 with split8 and 8-bit states (9). The bound, in bytes a parameter: a bf16 weight 2, its rest 2 or 1,
 gradient 2 (sum 4), AdamW's moments 8, or 2 x (1 + 4/256) = 2.03 with 8 bits and one fp32 scale for 256 elements.
 
     python benchmarks/memory.py                 the table

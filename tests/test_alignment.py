@@ -710,7 +710,8 @@ def test_tokens_beyond_the_vocabulary_are_refused_and_padding_idx_stays():
 # ---- the figure
 
 
-def test_the_figure_is_what_its_script_draws(tmp_path):
+def test_the_figure_is_what_its_script_draws(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
     script = runpy.run_path(str(ROOT / "benchmarks" / "figure_align.py"))
     assert (ROOT / "docs" / "align.svg").read_text() == script["draw"]()
     card = next(card for card in CARDS if card.name == "A100 SXM4 80GB")

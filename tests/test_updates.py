@@ -805,8 +805,10 @@ def test_advice_names_the_worst_module():
 
 
 @pytest.mark.parametrize(("curve", "lr"), [("weights near 1", 1e-2), ("nn.Linear(1024)", 3e-4)])
-def test_the_figure_is_computed_as_it_is_measured(curve, lr):
-    script = runpy.run_path(str(Path(__file__).parent.parent / "benchmarks" / "figure_updates.py"))
+def test_the_figure_is_computed_as_it_is_measured(curve, lr, monkeypatch):
+    benchmarks = Path(__file__).parent.parent / "benchmarks"
+    monkeypatch.syspath_prepend(benchmarks)
+    script = runpy.run_path(str(benchmarks / "figure_updates.py"))
     cdf, _ = script["CURVES"][curve]
     measured, computed = script["measured_pct"](cdf, lr), script["computed_pct"](cdf, lr)
     # Four standard errors of 16384 draws are 1.6 points at most. sqrt(v) spreads by 7 % after 100 steps, which the
