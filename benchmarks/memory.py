@@ -14,7 +14,7 @@ gradient 2 (sum 4), AdamW's moments 8, or 2 x (1 + 4/256) = 2.03 with 8 bits and
 
 Counted are the tensors (halfstep/compare/memory.py), so that the figures are the same on every machine. The last column
 is what the process grew by, which has the allocator's rounding and the kernels' own buffers in it as well. The batch is
-16 tokens, so that activations stay near 0.1 bytes a parameter; they are in the peak.
+2 tokens, so that activations stay near 0.02 bytes a parameter; they are in the peak.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-TOKENS = 16
+TOKENS = 2
 STATES = ("fp32", "torchao", "bitsandbytes")
 LAYOUTS = ("fp32", "copy", "split16", "split8", "kahan", "stochastic")
 GOALS = {
