@@ -341,16 +341,34 @@ def device_of(model: nn.Module) -> torch.device:
     return devices.pop() if devices else torch.device("cpu")
 
 
-def _set_backward_autocast(form: str) -> str | None:
-    """How torch.compile, if it is in use, traces a backward pass: eager backward runs without autocast.
+def _watch_compiler() -> None:
+    """Have torch.compile trace a backward pass as eager runs it, without autocast, where it compiles inside a region.
 
-    Its default, ``same_as_forward``, rounds the gradients of what an fp32 rule kept in fp32. Returns what it was.
+    Its default, ``same_as_forward``, rounds the gradients of what an fp32 rule kept in fp32. Done whenever a region
+    opens, since torch.compile may come into use at any time, takes seconds to import, and forgets who watches when it
+    is reset.
     """
+    compiler = sys.modules.get("torch._dynamo.callback")
+    if compiler is not None and _before_compiling not in compiler.callback_handler.start_callbacks:
+        compiler.callback_handler.register_start_callback(_before_compiling)
+        compiler.callback_handler.register_end_callback(_after_compiling)
+
+
+_saved_forms: list[Any] = []
+"""How backward was to be traced, of the compilation that is going on."""
+
+
+def _before_compiling(_: Any) -> None:
     config: Any = sys.modules.get("torch._functorch.config")
-    saved: str | None = getattr(config, "backward_pass_autocast", None)
-    if saved is not None and saved != form:
-        config.backward_pass_autocast = form
-    return saved
+    if config is not None and _opened and _opened[-1]._is_low:
+        _saved_forms.append(config.backward_pass_autocast)
+        config.backward_pass_autocast = "off"
+
+
+def _after_compiling(_: Any) -> None:
+    if _saved_forms:
+        config: Any = sys.modules["torch._functorch.config"]
+        config.backward_pass_autocast = _saved_forms.pop()
 
 
 @untraced
@@ -364,8 +382,9 @@ def _set_autocast(device_type: str, enabled: bool, dtype: torch.dtype, cache: bo
         torch.is_autocast_enabled(device_type),
         torch.get_autocast_dtype(device_type),
         torch.is_autocast_cache_enabled(),
-        _set_backward_autocast("off") if enabled else None,
     )
+    if enabled:
+        _watch_compiler()
     torch.set_autocast_enabled(device_type, enabled)
     if enabled:
         torch.set_autocast_dtype(device_type, dtype)
@@ -382,8 +401,6 @@ def _restore_autocast(device_type: str, saved: tuple[Any, ...], held: bool) -> N
     torch.set_autocast_enabled(device_type, saved[0])
     torch.set_autocast_dtype(device_type, saved[1])
     torch.set_autocast_cache_enabled(saved[2])
-    if saved[3] is not None:
-        _set_backward_autocast(saved[3])
 
 
 def _set_tf32(allowed: bool) -> tuple[bool, bool]:

@@ -14,8 +14,10 @@ import torch
 import torch._functorch.config
 from reference.nets import CPU
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 
+import halfstep.region
 from halfstep.region import Region
 from halfstep.stepper import Stepper
 
@@ -187,7 +189,7 @@ def test_a_part_that_is_not_traced_keeps_the_kernels_untraced():
 # --- gradients of what a rule keeps in fp32 --------------------------------------------------------------------------
 
 
-def test_gradients_of_an_fp32_rule_stay_in_fp32_although_torch_would_round_them():
+def test_gradients_of_an_fp32_rule_stay_in_fp32_although_torch_would_round_them(monkeypatch):
     """torch traces backward under the autocast of forward; eager backward runs without one."""
     gradients = {}
     for how in ("eager", "region", "autocast"):
@@ -195,28 +197,43 @@ def test_gradients_of_an_fp32_rule_stay_in_fp32_although_torch_would_round_them(
         model = Net()
         region = Region(model, "bf16 module:tail=fp32", CPU)
         call = model if how == "eager" else torch.compile(model, backend="aot_eager")
-        with region:
+        with monkeypatch.context() as patch:
             if how == "autocast":
-                torch._functorch.config.backward_pass_autocast = "same_as_forward"
-            loss = loss_of(call)
-        with region.backward():
-            loss.backward()
+                patch.setattr(halfstep.region, "_before_compiling", lambda _: None)
+            with region:
+                loss = loss_of(call)
+            with region.backward():
+                loss.backward()
         gradients[how] = model.tail.weight.grad
     assert torch.equal(gradients["region"], gradients["eager"])
     assert not torch.equal(gradients["autocast"], gradients["eager"])
 
 
-def test_the_switch_of_torch_is_put_back():
-    assert torch._functorch.config.backward_pass_autocast == "same_as_forward"
-    region = Region(Net(), "bf16", CPU)
+def test_the_switch_of_torch_is_off_while_a_region_compiles_and_put_back():
+    region, seen = Region(Net(), "bf16", CPU), []
+
+    def backend(graph, inputs):
+        def look(part, _):
+            seen.append(torch._functorch.config.backward_pass_autocast)
+            return part
+
+        return aot_autograd(fw_compiler=look, bw_compiler=look)(graph, inputs)
+
+    call = torch.compile(lambda x: x.sin() * 2, backend=backend)
+    x = torch.randn(3, requires_grad=True)
+    call(x)
+    assert set(seen) == {"same_as_forward"}
+    torch._dynamo.reset()
+    seen.clear()
     with region:
-        assert torch._functorch.config.backward_pass_autocast == "off"
-        with region.inference():
-            assert torch._functorch.config.backward_pass_autocast == "off"
-        assert torch._functorch.config.backward_pass_autocast == "off"
-    assert torch._functorch.config.backward_pass_autocast == "same_as_forward"
-    with torch._functorch.config.patch(backward_pass_autocast=[]), region:
-        pass
+        call(x)
+        assert torch._functorch.config.backward_pass_autocast == "same_as_forward"
+    assert "off" in seen
+    torch._dynamo.reset()
+    seen.clear()
+    with region, torch._functorch.config.patch(backward_pass_autocast=[]):
+        call(x)
+        assert torch._functorch.config.backward_pass_autocast == []
 
 
 # --- other things that are compiled ----------------------------------------------------------------------------------
