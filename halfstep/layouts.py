@@ -28,8 +28,6 @@ class Copy:
 
     name = "copy"
     low_dtype: torch.dtype | None = torch.float32
-    is_exact = True
-    """Whether ``read`` after ``write`` gives every fp32 weight back (in fp16, every one from 2^-17 to 65504)."""
 
     def read(self, high: torch.Tensor, low: torch.Tensor | None) -> torch.Tensor:
         """The fp32 weight. It may share memory with ``low``, so it is only moved between a read and a write."""
@@ -59,15 +57,15 @@ class Split(Copy):
 
     def __init__(self, bits: int) -> None:
         self.name = f"split{bits}"
-        self.is_exact = bits == 16
         self._bits = bits
         self.low_dtype = {8: torch.int8, 16: torch.int16}[bits]
 
     def read(self, high: torch.Tensor, low: torch.Tensor | None) -> torch.Tensor:
         assert low is not None
         if high.dtype == torch.bfloat16:
-            bits = high.view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
-            return bits.add_(low, alpha=1 << (16 - self._bits)).view(torch.float32)
+            weight = high.float()
+            weight.view(torch.int32).add_(low, alpha=1 << (16 - self._bits))
+            return weight
         weight = high.float()
         rest = low.float().mul_(_fp16_ulp(weight, -self._bits))
         return rest.add_(weight.abs()).copysign_(weight)
@@ -76,11 +74,10 @@ class Split(Copy):
         assert low is not None
         if high.dtype == torch.bfloat16:
             bits = weight.view(torch.int32)
-            upper = bits.add(_HALF_UP).bitwise_right_shift_(16)
-            high.view(torch.int16).copy_(upper)
-            rest = bits.sub_(upper.bitwise_left_shift_(16))
+            rest = bits.to(torch.int16)  # the lower half, read as a signed number: bits - (high << 16)
+            high.view(torch.int16).copy_(bits.add_(_HALF_UP).bitwise_right_shift_(16))
             if self._bits == 8:
-                rest.add_(0x80).bitwise_right_shift_(8).clamp_(max=0x7F)
+                rest.clamp_(max=0x7F7F).add_(0x80).bitwise_right_shift_(8)
         else:
             unit = _fp16_ulp(weight)
             rounded = weight.abs().div_(unit).add_(0.5).floor_().mul_(unit)
@@ -100,7 +97,6 @@ class Kahan(Copy):
 
     name = "kahan"
     low_dtype = torch.bfloat16
-    is_exact = False
 
     def read(self, high: torch.Tensor, low: torch.Tensor | None) -> torch.Tensor:
         assert low is not None
@@ -124,25 +120,30 @@ class Stochastic(Copy):
 
     name = "stochastic"
     low_dtype = None
-    is_exact = False
 
     def read(self, high: torch.Tensor, low: torch.Tensor | None) -> torch.Tensor:
         return high.float()
 
     def write(self, weight: torch.Tensor, high: torch.Tensor, low: torch.Tensor | None, seed: int) -> None:
-        generator = torch.Generator(weight.device).manual_seed(seed)
-        num_bits = 16 if high.dtype == torch.bfloat16 else 13
-        drawn = torch.randint(1 << num_bits, weight.shape, dtype=torch.int32, device=weight.device, generator=generator)
+        drawn = _draw(weight, seed)
         if high.dtype == torch.bfloat16:
-            weight.view(torch.int32).add_(drawn).bitwise_and_(_HIGH_BITS)
+            weight.view(torch.int32).add_(drawn).add_(0x8000).bitwise_and_(_HIGH_BITS)
         else:
             unit = _fp16_ulp(weight)
-            weight.div_(unit).add_(drawn.float().mul_(2.0**-num_bits)).floor_().mul_(unit)
+            weight.div_(unit).add_(drawn.bitwise_and_(0x1FFF).float().mul_(2.0**-13)).floor_().mul_(unit)
         high.copy_(weight)
 
 
 LAYOUTS: dict[str, Copy] = {layout.name: layout for layout in (Copy(), Split(16), Split(8), Kahan(), Stochastic())}
 """The layouts by name. ``fp32``, autocast's way, needs none: the weight of the model is the master."""
+
+
+def _draw(weight: torch.Tensor, seed: int) -> torch.Tensor:
+    """16 random bits for each weight, in [-0x8000, 0x7fff]: four from each word, since words are what costs time."""
+    generator = torch.Generator(weight.device).manual_seed(seed)
+    words = torch.empty(-(-weight.numel() // 4), dtype=torch.int64, device=weight.device)
+    words.random_(-(1 << 63), None, generator=generator)
+    return words.view(torch.int16)[: weight.numel()].view(weight.shape)
 
 
 def _fp16_ulp(weight: torch.Tensor, shift: int = 0) -> torch.Tensor:

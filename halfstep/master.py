@@ -7,23 +7,48 @@ gradient takes 2 bytes, and a rest of 0 to 4 bytes beside it, the layout's low p
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import math
+import warnings
 import weakref
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from halfstep.chunks import hooks_once, step_in_chunks
 from halfstep.errors import HalfstepError
 from halfstep.formats import FORMATS, SIXTEEN_BIT, format_of
 from halfstep.gradients import Gradients, divide
-from halfstep.layouts import LAYOUTS
-from halfstep.loading import ExactLoading, keep_formats
+from halfstep.layouts import LAYOUTS, Copy
+from halfstep.loading import ExactLoading, keep_formats, widen_state
 from halfstep.policy import Policy
-from halfstep.weights import NORMS, is_source, widen_embedding
+from halfstep.weights import NORMS, is_source, widen_embedding, widen_output
+
+
+@dataclass(eq=False)
+class _Rest:
+    """What a 16-bit weight leaves out, in a layout, and the format and version of the weight that it belongs to."""
+
+    layout: Copy
+    low: torch.Tensor | None
+    dtype: torch.dtype
+    version: int
+
+    def is_of(self, parameter: torch.Tensor) -> bool:
+        return parameter._version == self.version and parameter.dtype == self.dtype
+
+
+_KEYS = {"layout", "num_steps", "rests", "formats", "checksums", "widened"}
+_SIXTEEN_BIT = tuple(FORMATS[format].dtype for format in SIXTEEN_BIT)
+_rests: Any = WeakTensorKeyDictionary()
+"""Parameter to its rest. It belongs to the weight and not to who trains it, so that several ``Masters``, in turn or one
+after the other, move one exact weight."""
 
 
 class Masters:
@@ -44,10 +69,12 @@ class Masters:
         self._model = model
         self._kind = policy.master
         self._layout = LAYOUTS.get(policy.master)
-        self._low: dict[torch.Tensor, torch.Tensor | None] = {}
+        self._rests: dict[torch.Tensor, _Rest] = {}
         self._places: dict[torch.Tensor, int] = {}
-        self._versions: dict[torch.Tensor, int] = {}
         self._widened: set[torch.Tensor] = set()
+        self._changed: set[torch.Tensor] = set()
+        self._has_warned = False
+        self._hook = functools.partial(widen_output)
         self._num_steps = 0
         self._settled: Any = None
         self._loading = ExactLoading(self)
@@ -58,10 +85,19 @@ class Masters:
         self.settle(policy)
 
     def __bool__(self) -> bool:
-        return bool(self._low)
+        return bool(self._rests)
 
     def __contains__(self, parameter: object) -> bool:
-        return parameter in self._low
+        return parameter in self._rests
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._layout is not None:
+            raise HalfstepError(
+                f"a copy or a pickle of a Stepper with master={self._kind}",
+                "the copied weights would lose the rests that belong to them",
+                "Build a Stepper over the copied model, and load the state_dict() of both.",
+            )
+        return self.__dict__
 
     # Formats.
 
@@ -70,27 +106,31 @@ class Masters:
         if self._layout is None:
             return
         parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        asked = (len(parameters), policy)
-        if asked == self._settled:
+        if self._settled == (policy, _found(parameters)):
             return
         formats = _formats_of(self._model, policy)
+        to_narrow: dict[torch.Tensor, torch.dtype] = {}
         for parameter in parameters:
             format = formats.get(parameter, "fp32")
-            is_low = format in SIXTEEN_BIT and parameter.is_floating_point()
-            if is_low and parameter not in self._low:
-                self._narrow(parameter, FORMATS[format].dtype)
-            elif not is_low and parameter in self._low:
+            # What is fp64 stays so, as under autocast.
+            is_low = format in SIXTEEN_BIT and parameter.dtype in (torch.float32, *_SIXTEEN_BIT)
+            if is_low and (parameter not in self._rests or parameter.dtype != FORMATS[format].dtype):
+                to_narrow[parameter] = FORMATS[format].dtype
+            elif not is_low and parameter in self._rests:
                 self._widen(parameter)
+        _check_memory(self._model, to_narrow)
+        for parameter, dtype in to_narrow.items():
+            self._check_range(parameter, parameter, dtype)
+        for parameter, dtype in to_narrow.items():
+            self._narrow(parameter, dtype)
         self._removers += self._loading.watch(self._model)
         for module in self._model.modules():
-            if getattr(module, "weight", None) in self and (hook := widen_embedding(module)):
-                self._removers.append(hook.remove)
-        self._note_versions()
-        self._settled = asked
+            if getattr(module, "weight", None) in self and (handle := widen_embedding(module, self._hook)):
+                self._removers.append(handle.remove)
+        self._settled = policy, _found(parameters)
 
-    def _narrow(self, parameter: torch.Tensor, dtype: torch.dtype) -> None:
-        assert self._layout is not None
-        largest = float(parameter.detach().abs().amax()) if parameter.numel() else 0.0
+    def _check_range(self, parameter: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> None:
+        largest = float(torch.linalg.vector_norm(weight.detach(), math.inf)) if weight.numel() else 0.0
         if not largest <= torch.finfo(dtype).max:
             name = next(name for name, p in self._model.named_parameters() if p is parameter)
             raise HalfstepError(
@@ -98,47 +138,73 @@ class Masters:
                 f"{format_of(dtype).name} holds no weight beyond {torch.finfo(dtype).max:g}",
                 f"Keep its module in fp32 (module:{name.rpartition('.')[0]}=fp32), or use bf16 weights.",
             )
-        high = parameter.detach().to(dtype, copy=True)
-        low_dtype = self._layout.low_dtype
-        low = None if low_dtype is None else torch.empty_like(high, dtype=low_dtype)
-        self._layout.write(parameter.detach().to(torch.float32, copy=True), high, low, self._seed(parameter, 0))
-        parameter.data = high
-        parameter.grad_dtype = None  # 16 bit, or the fp32 sum of several
-        self._low[parameter] = low
-        for name, value in self.optimizer.state.get(parameter, {}).items():
-            if isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16):
-                self.optimizer.state[parameter][name] = value.float()
+
+    def _narrow(self, parameter: torch.Tensor, dtype: torch.dtype) -> None:
+        assert self._layout is not None
+        rest = _rests.get(parameter)
+        has_rest = rest is not None and rest.is_of(parameter)
+        if not (has_rest and rest.layout.name == self._kind and parameter.dtype == dtype):
+            weight = rest.layout.read(parameter.data, rest.low) if has_rest else parameter.detach()
+            high = parameter.detach().to(dtype, copy=True)
+            low_dtype = self._layout.low_dtype
+            low = None if low_dtype is None else torch.empty_like(high, dtype=low_dtype)
+            self._layout.write(weight.to(torch.float32, copy=True), high, low, self._seed(parameter, 0))
+            parameter.data = high
+            torch.autograd.graph.increment_version([parameter])  # who holds a rest in another layout sees it
+            parameter.grad_dtype = None  # 16 bit, or the fp32 sum of several
+            rest = _rests[parameter] = _Rest(self._layout, low, dtype, parameter._version)
+        self._rests[parameter] = rest
+        if parameter in self.optimizer.state:
+            widen_state(self.optimizer.state[parameter])
 
     def _widen(self, parameter: torch.Tensor) -> None:
-        parameter.data = self._read(parameter).clone()
+        parameter.data = self._read(parameter)
         parameter.grad_dtype = torch.float32
-        del self._low[parameter]
+        del self._rests[parameter]
+        _rests.pop(parameter, None)
         self._widened.add(parameter)
 
     # The step.
 
     def sum_in_fp32(self) -> None:
         """Make 16-bit gradients fp32. What autograd adds to them then is summed in fp32, without being cast before."""
-        for parameter in self._low:
+        for parameter in self._rests:
             if parameter.grad is not None:
                 parameter.grad = parameter.grad.float()
 
     def step(self, gradients: Gradients, divisor: torch.Tensor | float) -> None:
         """Divide the gradients by ``divisor`` and let the optimizer step; where there are rests, it frees them."""
-        if not self._low:
+        if not self._rests:
             divide(gradients.values(), divisor)
             self.optimizer.step()
             return
-        for parameter, version in self._versions.items():
-            if parameter._version != version:
-                self._write(parameter, parameter.data)
+        moved = [parameter for parameter in gradients if parameter in self._rests]
+        changed = {parameter for parameter in moved if not self._has_rest(parameter)}
+        for parameter in changed:
+            self._write(parameter, parameter.data)
+        self._warn_of(changed)
         self._num_steps += 1
         with hooks_once(self.optimizer):
             try:
                 step_in_chunks(self.optimizer, gradients, divisor, self)
             finally:
-                torch.autograd.graph.increment_version(list(self._low))
-                self._note_versions()
+                torch.autograd.graph.increment_version(moved)
+                for parameter in moved:
+                    self._rests[parameter].version = parameter._version
+
+    def _warn_of(self, changed: set[torch.Tensor]) -> None:
+        """Of a rest that is lost in every step, as when the weights are clamped: nothing is dropped in silence."""
+        again = changed & self._changed if self._layout is not None and self._layout.low_dtype is not None else ()
+        self._changed = changed
+        if again and not self._has_warned:
+            self._has_warned = True
+            name = next((name for name, p in self._model.named_parameters() if p in again), "of the optimizer")
+            warnings.warn(
+                f"parameter {name} was changed in place before each of two steps, so that it lost the rest of its "
+                f"master weight twice. Updates under half an ulp are lost so. Keep its module in fp32 "
+                f"(module:{name.rpartition('.')[0]}=fp32) if you clamp or scale it after every step.",
+                stacklevel=2,
+            )
 
     def read_part(self, parameter: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         """The fp32 weights from ``start`` to ``stop`` of the flattened parameter; all of them in its own shape."""
@@ -151,7 +217,7 @@ class Masters:
         self._layout.write(weight, *self._parts(parameter, start, stop), self._seed(parameter, start))
 
     def _parts(self, parameter: torch.Tensor, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        high, low = parameter.data, self._low[parameter]
+        high, low = parameter.data, self._rests[parameter].low
         if stop - start < parameter.numel():
             high = high.view(-1)[start:stop]
             low = None if low is None else low.view(-1)[start:stop]
@@ -162,9 +228,6 @@ class Masters:
         place = self._places.setdefault(parameter, len(self._places))
         text = f"{self._num_steps} {place} {start}".encode()
         return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest())
-
-    def _note_versions(self) -> None:
-        self._versions = {parameter: parameter._version for parameter in self._low}
 
     # Values.
 
@@ -192,12 +255,13 @@ class Masters:
         if not self._has_rest(parameter):
             return high.float()
         assert self._layout is not None
-        low = self._low[parameter]
+        low = self._rests[parameter].low
         return self._layout.read(high, None if low is None else low.take(index))
 
     def set_weight(self, parameter: torch.Tensor, weight: torch.Tensor) -> None:
         """Make ``weight``, of the same shape, the one of ``parameter``: every bit that its format or layout holds."""
-        if parameter in self._low:
+        if parameter in self._rests:
+            self._check_range(parameter, weight, parameter.dtype)
             self._write(parameter, weight)
         else:
             with torch.no_grad():
@@ -206,16 +270,16 @@ class Masters:
     def _read(self, parameter: torch.Tensor) -> torch.Tensor:
         if self._has_rest(parameter):
             return self.read_part(parameter, 0, parameter.numel())
-        return parameter.detach().float() if parameter in self._low else parameter.detach()
+        return parameter.detach().float() if parameter in self._rests else parameter.detach()
 
     def _write(self, parameter: torch.Tensor, weight: torch.Tensor) -> None:
         self.write_part(parameter, 0, parameter.numel(), weight.detach().to(torch.float32, copy=True))
         torch.autograd.graph.increment_version([parameter])
-        self._versions[parameter] = parameter._version
+        self._rests[parameter].version = parameter._version
 
     def _has_rest(self, parameter: torch.Tensor) -> bool:
         """Whether there is a rest beside ``parameter``, and it still belongs to its weight."""
-        return parameter in self._low and parameter._version == self._versions[parameter]
+        return parameter in self._rests and self._rests[parameter].is_of(parameter)
 
     # State.
 
@@ -223,7 +287,7 @@ class Masters:
         """The rests by name: with the 16-bit weights of the model's own state they are the exact weights."""
         named = dict(self._model.named_parameters())
         held = {name: parameter for name, parameter in named.items() if self._has_rest(parameter)}
-        lows = {name: self._low[parameter] for name, parameter in held.items()}
+        lows = {name: self._rests[parameter].low for name, parameter in held.items()}
         return {
             "layout": self._kind,
             "num_steps": self._num_steps,
@@ -238,10 +302,16 @@ class Masters:
 
         Nothing is lost where the layout of this run can hold it: ``fp32``, ``copy``, and ``split16`` of bf16 weights.
         """
+        if not isinstance(state, Mapping) or not state.keys() >= _KEYS:
+            raise HalfstepError(
+                "a state without the keys of Masters.state_dict()",
+                "it was written by something else, or by another version",
+                "Pass what stepper.state_dict() returned, loaded with torch.load.",
+            )
         parameters = dict(self._model.named_parameters())
         highs = {}
         for name, format in state["formats"].items():
-            high = parameters[name].detach().to(FORMATS[format].dtype) if name in parameters else None
+            high = self._in_format(parameters[name], FORMATS[format].dtype) if name in parameters else None
             if high is None or _checksum(high) != state["checksums"][name]:
                 raise HalfstepError(
                     f"the rest of a master weight for parameter {name}",
@@ -252,13 +322,12 @@ class Masters:
         for name, high in highs.items():
             parameter, rest = parameters[name], state["rests"][name]
             low = None if rest is None else rest.to(parameter.device)
-            if state["layout"] == self._kind and parameter in self._low and high.dtype == parameter.dtype:
-                # Not through fp32: what is drawn or rounded once stays as it is.
-                self._low[parameter] = None if low is None else low.clone()
-                self._versions[parameter] = parameter._version
-            else:
-                self.set_weight(parameter, LAYOUTS[state["layout"]].read(high, low))
+            self.set_weight(parameter, LAYOUTS[state["layout"]].read(high, low))
         self._num_steps = state["num_steps"]
+
+    def _in_format(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The 16-bit weight that the model was given, although it may hold it in another format."""
+        return parameter.detach() if parameter.dtype == dtype else self._read(parameter).to(dtype)
 
     def load_widened(self, state: Mapping[str, Any]) -> None:
         """The weights of modules that were promoted to fp32 during the run; to be called when they are so here too."""
@@ -271,12 +340,39 @@ def _formats_of(model: nn.Module, policy: Policy) -> dict[torch.Tensor, str]:
     """The format that each parameter is held in; one that any of its modules needs in fp32 is fp32."""
     formats: dict[torch.Tensor, str] = {}
     for path, module in model.named_modules():
-        stays = isinstance(module, (*NORMS, nn.RNNBase, nn.EmbeddingBag))
+        # One with max_norm scales its rows in every forward pass, in place, which no rest would outlive.
+        is_scaled = isinstance(module, nn.Embedding) and module.max_norm is not None
+        stays = is_scaled or isinstance(module, (*NORMS, nn.RNNBase, nn.EmbeddingBag))
         for name, parameter in module._parameters.items():
             if parameter is not None and formats.get(parameter) != "fp32":
                 is_fp32 = stays or parameter.dim() < 2 or is_source(module, name)
                 formats[parameter] = "fp32" if is_fp32 else policy.format_of(path)
     return formats
+
+
+def _found(parameters: list[torch.Tensor]) -> list[tuple[int, torch.dtype]]:
+    return [(id(parameter), parameter.dtype) for parameter in parameters]
+
+
+def _check_memory(model: nn.Module, to_narrow: Mapping[torch.Tensor, torch.dtype]) -> None:
+    """Refuse two parameters over one memory, which would part when one of them becomes 16 bit."""
+    spans = []
+    for name, parameter in model.named_parameters():
+        if parameter.numel() and parameter.device.type != "meta":
+            num_spanned = 1 + sum(
+                (n - 1) * stride for n, stride in zip(parameter.shape, parameter.stride(), strict=True)
+            )
+            start = parameter.data_ptr()
+            spans.append((start, start + num_spanned * parameter.element_size(), name, parameter in to_narrow))
+    before = (0, 0, "", False)
+    for span in sorted(spans):
+        if span[0] < before[1] and (span[3] or before[3]):
+            raise HalfstepError(
+                f"parameters {before[2]} and {span[2]}, which share memory",
+                "a 16-bit weight gets memory of its own, so that they would part",
+                "Tie them as one Parameter (b.weight = a.weight) before building the optimizer.",
+            )
+        before = max(before, span, key=lambda each: each[1])
 
 
 def _checksum(weight: torch.Tensor) -> int:

@@ -20,6 +20,7 @@ _ELEMENTWISE = (
     *(optim.Adadelta, optim.Adagrad, optim.Adam, optim.AdamW, optim.Adamax, optim.ASGD),
     *(optim.NAdam, optim.RAdam, optim.RMSprop, optim.Rprop, optim.SGD),
 )
+_BY_PARAMETER = (optim.Adafactor, optim.Muon, optim.SparseAdam)
 _QUANTISED = {
     "torchao.optim": ("Adam8bit", "AdamW8bit", "AdamFp8", "AdamWFp8"),
     "bitsandbytes.optim": ("Adam8bit", "AdamW8bit", "SGD8bit", "RMSprop8bit", "Adagrad8bit", "Lion8bit"),
@@ -36,19 +37,32 @@ def scratch_bytes(optimizer: optim.Optimizer) -> int:
     return 20 if type(optimizer) in _ELEMENTWISE else 128
 
 
+def steps_by_parameter(optimizer: optim.Optimizer) -> bool:
+    """Whether several steps over some parameters each do what one step over all does.
+
+    Not so where a step counts in ``param_groups``, or takes a norm over the whole model, as Prodigy, LAMB and
+    schedule-free optimizers do. So we say yes of those alone that we know.
+    """
+    return type(optimizer) in (*_ELEMENTWISE, *_BY_PARAMETER) or _is_known_quantised(optimizer)
+
+
 def slices_at(optimizer: optim.Optimizer, parameter: torch.Tensor) -> bool:
     """Whether ``optimizer`` moves a slice of ``parameter`` as it would move it as a part of the whole."""
-    if not parameter.is_contiguous():
+    # States that were loaded may lie in another order than the parameter.
+    tensors = [parameter, *(v for v in optimizer.state.get(parameter, {}).values() if isinstance(v, torch.Tensor))]
+    if not all(tensor.is_contiguous() for tensor in tensors):
         return False
-    kind = type(optimizer)
-    if kind in _ELEMENTWISE:
-        return True
-    package = ".".join(kind.__module__.split(".")[:2])
-    if kind.__name__ not in _QUANTISED.get(package, ()):
-        return False
-    # torchao keeps a state in fp32 unless its blocks come out even; a slice of one would.
+    if not _is_known_quantised(optimizer):
+        return type(optimizer) in _ELEMENTWISE
+    # Both keep a state in fp32 where a tensor is small, or its blocks do not come out even; a slice of one would.
     block_size = getattr(optimizer, "block_size", 1)
-    return parameter.numel() % block_size == 0 and GRAIN % block_size == 0
+    smallest = getattr(getattr(optimizer, "args", None), "min_8bit_size", GRAIN)
+    return parameter.numel() % block_size == 0 and GRAIN % block_size == 0 and smallest <= GRAIN
+
+
+def _is_known_quantised(optimizer: optim.Optimizer) -> bool:
+    kind = type(optimizer)
+    return kind.__name__ in _QUANTISED.get(".".join(kind.__module__.split(".")[:2]), ())
 
 
 def slice_state(state: Mapping[str, Any], numel: int, start: int, stop: int) -> dict[str, Any]:

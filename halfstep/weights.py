@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,16 +22,17 @@ def is_source(module: nn.Module, name: str) -> bool:
     return isinstance(module, ParametrizationList) or is_renamed
 
 
-def widen_embedding(module: nn.Module) -> Any:
+def widen_output(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+    return output.float() if output.dtype in (torch.float16, torch.bfloat16) else output
+
+
+def widen_embedding(module: nn.Module, hook: Callable[..., torch.Tensor] = widen_output) -> Any:
     """Let an embedding with a 16-bit table hand on fp32, as with an fp32 one; returns the hook's handle, if it is new.
 
-    What is added up along a model then stays in fp32, as under autocast.
+    What is added up along a model then stays in fp32, as under autocast. Who removes the hook again brings one of its
+    own, so that it takes none from somebody else.
     """
     is_embedding = isinstance(module, nn.Embedding | nn.EmbeddingBag)
-    if not is_embedding or _widen_output in module._forward_hooks.values():
+    if not is_embedding or hook in module._forward_hooks.values():
         return None
-    return module.register_forward_hook(_widen_output)
-
-
-def _widen_output(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-    return output.float() if output.dtype in (torch.float16, torch.bfloat16) else output
+    return module.register_forward_hook(hook)

@@ -52,7 +52,7 @@ def run(make, policy, steps=4, **settings):
 
 
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(chunks, "_SMALLEST_CHUNK", GRAIN)
+    monkeypatch.setattr(chunks, "_SMALLEST_BYTES", 0)
     monkeypatch.setattr(chunks, "_FIRST_CHUNKS", 10**9)
 
 
@@ -90,6 +90,53 @@ def test_optimizers_that_are_not_known_to_be_elementwise_see_whole_parameters(ma
     small_chunks(monkeypatch)
     monkeypatch.setattr(chunks, "slice_state", None)  # a call would fail
     assert_same(run(make, "bf16 master=split16"), whole)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_optimizers_of_torch_that_take_whole_parameters_take_them_in_chunks(name, monkeypatch):
+    small_chunks(monkeypatch)
+    model = net()
+    optimizer = WHOLE[name](model.parameters())
+    gradients = {p: torch.zeros_like(p) for group in optimizer.param_groups for p in group["params"]}
+    num_chunks = len(list(chunks._chunks(optimizer, gradients)))
+    assert (num_chunks == 1) == (name == "a subclass")
+
+
+def test_a_state_that_is_none_grows_to_the_whole_parameter(monkeypatch):
+    """As the momentum of SGD in checkpoints of old versions of torch."""
+    small_chunks(monkeypatch)
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for parameter in model.parameters():
+        optimizer.state[parameter]["momentum_buffer"] = None
+    stepper = Stepper(model, optimizer, "bf16 master=split16")
+    for _ in range(2):
+        stepper.step(lambda: model(torch.ones(8, 60)).float().square().mean())
+    for parameter in model.parameters():
+        assert optimizer.state[parameter]["momentum_buffer"].shape == parameter.shape
+
+
+def test_small_parameters_come_first_and_slices_are_powers_of_two(monkeypatch):
+    """Since they free room for large ones, and since an optimizer may compile its step for each size."""
+    small_chunks(monkeypatch)
+    monkeypatch.setattr(chunks, "_SMALLEST_BYTES", 20 * 5000)
+    model = nn.Sequential(nn.Linear(90, 100), nn.Linear(100, 10), nn.Linear(10, 60))
+    optimizer = torch.optim.AdamW(model.parameters())
+    gradients = {p: torch.zeros_like(p) for p in model.parameters()}
+    parts = [part for chunk in chunks._chunks(optimizer, gradients) for part in chunk]
+    assert [part.stop - part.start for part in parts] == [10, 60, 100, 600, 1000, 4096, 4904]
+
+
+def test_chunks_grow_into_the_room_that_they_free(monkeypatch):
+    """A chunk of n elements needs 20 n bytes, and the gradients before it have freed 2 bytes an element."""
+    small_chunks(monkeypatch)
+    model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(16)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    gradients = {p: torch.zeros_like(p) for p in model.parameters()}
+    sizes = [sum(part.stop - part.start for part in chunk) for chunk in chunks._chunks(optimizer, gradients)]
+    assert sum(sizes) == 16 * 256 * 256
+    assert all(20 * size <= max(20 * 2 * GRAIN, 2 * sum(sizes[:number])) for number, size in enumerate(sizes))
+    assert sizes[-1] >= 65536
 
 
 def test_a_parameter_that_does_not_lie_in_order_is_not_sliced(monkeypatch):
@@ -170,7 +217,7 @@ def test_the_step_needs_no_more_memory_than_the_gradients_it_frees(fused, monkey
     stepper.step(lambda: model(x).float().square().mean())
     live = LiveBytes()
     live.count(p.data for p in model.parameters())
-    live.count(low for low in stepper.masters._low.values())
+    live.count(rest.low for rest in stepper.masters._rests.values())
     live.count(value for state in stepper.optimizer.state.values() for value in state.values())
     stepper.optimizer.register_step_pre_hook(lambda *_: live.count(p.grad for p in model.parameters()))
     before = []

@@ -114,9 +114,9 @@ def test_split_is_the_twin(bits, dtype):
     weights = sample(dtype)
     high, low = stored(f"split{bits}", weights, dtype)
     read = LAYOUTS[f"split{bits}"].read(high, low)
-    for weight, h, l, r in zip(weights.tolist(), high.tolist(), low.tolist(), read.tolist(), strict=True):
-        assert (Fraction(h), l) == twin.split(weight, dtype, bits), weight
-        exact = twin.join(h, l, dtype, bits, weight < 0)
+    for weight, h, rest, r in zip(weights.tolist(), high.tolist(), low.tolist(), read.tolist(), strict=True):
+        assert (Fraction(h), rest) == twin.split(weight, dtype, bits), weight
+        exact = twin.join(h, rest, dtype, bits, weight < 0)
         assert Fraction(r) == twin.half_even(exact, twin.ulp(exact, torch.float32)), weight
 
 

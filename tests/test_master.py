@@ -7,10 +7,11 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
-from halfstep import HalfstepError, Policy, Stepper
+from halfstep import HalfstepError, Policy, Stepper, chunks
 from halfstep.layouts import LAYOUTS
-from halfstep.master import Masters
+from halfstep.master import Masters, _rests
 
 pytestmark = pytest.mark.usefixtures("kernels_stay")
 
@@ -275,7 +276,7 @@ def test_a_16_bit_embedding_hands_on_fp32_and_sums_its_rows_in_fp32():
     assert torch.equal(seen["weight"][0], torch.ones(8))
 
 
-@pytest.mark.parametrize("layer", ["norm", "rnn", "bag", "parametrised", "weight_norm"])
+@pytest.mark.parametrize("layer", ["norm", "rnn", "bag", "parametrised", "weight_norm", "pruned", "conv"])
 def test_what_stays_fp32(layer):
     """Norms compute in fp32, recurrent kernels take one format, and a source of a weight is no weight."""
     model = {
@@ -283,6 +284,8 @@ def test_what_stays_fp32(layer):
         "rnn": lambda: nn.GRU(6, 5, batch_first=True),
         "bag": lambda: nn.EmbeddingBag(10, 6),
         "parametrised": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(6, 5)),
+        "pruned": lambda: prune.random_unstructured(nn.Linear(6, 5), "weight", 0.5),
+        "conv": lambda: nn.utils.spectral_norm(nn.Conv1d(4, 5, 3)),
         "weight_norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(6, 5)),
     }[layer]()
     x = torch.zeros(3, 4, dtype=torch.long) if layer == "bag" else torch.randn(3, 4, 6)
@@ -304,8 +307,9 @@ def test_a_module_rule_keeps_its_weights_fp32():
     assert all(weight.isfinite().all() for weight in exact(stepper).values())
 
 
-def test_a_weight_shared_with_a_module_in_fp32_is_fp32():
-    model, _ = build("bf16 master=split16 module:head=fp32")
+@pytest.mark.parametrize("module", ["embed", "head"])
+def test_a_weight_shared_with_a_module_in_fp32_is_fp32(module):
+    model, _ = build(f"bf16 master=split16 module:{module}=fp32")
     assert model.embed.weight.dtype == torch.float32
     assert model.head.weight is model.embed.weight
 
@@ -326,6 +330,16 @@ def test_16_bit_weights_of_the_model_are_taken_as_they_are():
     for name, weight in stepper.weights():
         assert torch.equal(weight, before[name].float()), name
     train(stepper, model, batches(2))
+
+
+def test_16_bit_states_that_an_optimizer_made_before_become_fp32():
+    model = Net().bfloat16()
+    optimizer = torch.optim.Adagrad(model.parameters(), initial_accumulator_value=0.5)
+    assert optimizer.state[model.up.weight]["sum"].dtype == torch.bfloat16
+    stepper = Stepper(model, optimizer, "bf16 master=split16")
+    assert optimizer.state[model.up.weight]["sum"].dtype == torch.float32
+    assert (optimizer.state[model.up.weight]["sum"] == 0.5).all()
+    train(stepper, model, batches(1))
 
 
 def test_frozen_parameters_outside_the_optimizer_are_left_alone():
@@ -510,6 +524,16 @@ def test_exported_weights_make_a_plain_fp32_model():
         assert torch.equal(dict(plain.named_parameters())[name], weight)
 
 
+@pytest.mark.parametrize("layout", NAMES)
+def test_exported_weights_are_copies(layout):
+    model, stepper = build(f"bf16 master={layout}")
+    train(stepper, model, batches(1))
+    before = exact(stepper)
+    for value in stepper.fp32_state_dict().values():
+        value.zero_()
+    assert_same(exact(stepper), before)
+
+
 def test_rests_without_their_weights_are_refused():
     model, stepper = build("bf16 master=split16")
     train(stepper, model, batches(3))
@@ -558,6 +582,29 @@ def test_replicas_round_alike_whatever_else_draws():
     assert_same(*weights)
 
 
+def test_roundings_are_drawn_anew_for_every_step_matrix_and_slice(monkeypatch):
+    """100 updates of 1/39 ulp: with the same draws in each step a weight would move always or never."""
+    monkeypatch.setattr(chunks, "_SMALLEST_BYTES", 0)  # two slices each
+    model = nn.Sequential(nn.Linear(64, 128, bias=False), nn.Linear(64, 128, bias=False))
+    for layer in model:
+        nn.init.ones_(layer.weight)
+    _, stepper = build("bf16 master=stochastic", lambda ps: torch.optim.AdamW(ps, lr=1e-4, weight_decay=0), model=model)
+    for _ in range(100):
+        stepper.step(lambda: sum(layer(torch.ones(1, 64)).float().sum() for layer in model))
+    first, second = (weight for _, weight in stepper.weights())
+    assert len(first.unique()) > 4
+    assert not torch.equal(first, second)
+    assert not torch.equal(first[:64], first[64:])
+
+
+def test_the_step_of_a_fused_optimizer_counts_as_a_change():
+    """torch's own fused kernels do not count it, and a graph from before would go through the new weights unseen."""
+    model, stepper = build("bf16 master=split16", OPTIMIZERS["adamw fused"])
+    version = model.up.weight._version
+    train(stepper, model, batches(1))
+    assert model.up.weight._version > version
+
+
 def test_a_promoted_module_gets_its_exact_fp32_weights_back():
     model, stepper = build("fp16 master=split16 on_exhausted=promote scale.init=1")
     train(stepper, model, batches(2))
@@ -565,6 +612,8 @@ def test_a_promoted_module_gets_its_exact_fp32_weights_back():
     stepper.region.promote("up")
     stepper.masters.settle(stepper.policy)
     assert model.up.weight.dtype == torch.float32
+    assert model.up.weight.grad_dtype == torch.float32
+    assert model.up.weight not in _rests  # whose memory is free again
     assert torch.equal(model.up.weight, before["up.weight"])
     train(stepper, model, batches(2))
     stepper._promoted.append("up")

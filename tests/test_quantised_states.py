@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from halfstep import Stepper, chunks
-from halfstep.states import GRAIN
+from halfstep.states import slices_at
 
 pytestmark = pytest.mark.usefixtures("kernels_stay")
 
@@ -121,7 +121,7 @@ def test_a_non_finite_gradient_reaches_neither_weight_nor_state(make, policy):
 
 def test_slices_change_no_bit(make, monkeypatch):
     whole, _ = run(make, "bf16 master=split16")
-    monkeypatch.setattr(chunks, "_SMALLEST_CHUNK", GRAIN)
+    monkeypatch.setattr(chunks, "_SMALLEST_BYTES", 0)
     monkeypatch.setattr(chunks, "_FIRST_CHUNKS", 10**9)
     calls = []
     monkeypatch.setattr(chunks, "slice_state", lambda *a, own=chunks.slice_state: calls.append(a[2:]) or own(*a))
@@ -130,6 +130,46 @@ def test_slices_change_no_bit(make, monkeypatch):
     assert_same_states(sliced.optimizer, whole.optimizer)
     for (name, weight), (_, other) in zip(sliced.weights(), whole.weights(), strict=True):
         assert torch.equal(weight, other), name
+
+
+def test_slices_with_a_last_block_that_is_not_full(make, library, monkeypatch):
+    """9,024 and 13,818 elements, in blocks of 256: torchao keeps fp32 states then, and whole parameters."""
+
+    def uneven():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(64, 141), nn.Tanh(), nn.Linear(141, 98), nn.Tanh(), nn.Linear(98, 5))
+
+    whole, _ = run(make, "bf16 master=split16", model=uneven())
+    monkeypatch.setattr(chunks, "_SMALLEST_BYTES", 0)
+    calls = []
+    monkeypatch.setattr(chunks, "slice_state", lambda *a, own=chunks.slice_state: calls.append(a[2:]) or own(*a))
+    sliced, _ = run(make, "bf16 master=split16", model=uneven())
+    assert ((8192, 13818) in calls) == (library[0] == "bitsandbytes")
+    mine, yours = dict(flat_state(sliced.optimizer)), dict(flat_state(whole.optimizer))
+    assert mine.keys() == yours.keys()
+    for key in yours:
+        assert torch.equal(mine[key], yours[key]), key
+
+
+def test_a_parameter_is_sliced_where_each_slice_gets_the_states_of_the_whole(make, library):
+    """Both keep fp32 states of small tensors, torchao also where the blocks do not come out even."""
+    even, uneven = nn.Parameter(torch.zeros(128, 98)), nn.Parameter(torch.zeros(150, 60))
+    optimizer = make([even, uneven])
+    assert slices_at(optimizer, even)
+    assert slices_at(optimizer, uneven) == (library[0] == "bitsandbytes")
+    large = {"torchao": {"block_size": 8192}, "bitsandbytes": {"min_8bit_size": 16384}}[library[0]]
+    parameter = nn.Parameter(torch.zeros(128, 128))
+    assert not slices_at(library[1]([parameter], **large), parameter)
+
+
+def test_chunks_leave_room_for_the_states_that_are_unpacked(make):
+    model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(2)))
+    gradients = {parameter: torch.zeros_like(parameter) for parameter in model.parameters()}
+    sizes = []
+    for optimizer in (make(model.parameters()), torch.optim.AdamW(model.parameters())):
+        chunk = next(chunks._chunks(optimizer, dict(gradients)))
+        sizes.append(sum(part.stop - part.start for part in chunk))
+    assert sizes == [2**15, 2**18]  # of 5 MB: 128 bytes an element, and 20
 
 
 def test_a_resumed_run_takes_the_same_steps_to_the_bit(make):

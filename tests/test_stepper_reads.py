@@ -8,6 +8,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from halfstep import chunks
+from halfstep.layouts import LAYOUTS
 from halfstep.stepper import Stepper
 
 pytestmark = pytest.mark.usefixtures("kernels_stay")
@@ -127,6 +129,23 @@ def test_a_fused_step_reads_nothing_and_walks_once_for_the_norm(policy, accumula
         own = "_fused_sgd_" if optimizer == "sgd" else f"_fused_{optimizer}_"
         assert costs.passes == ["_foreach_norm", own]
     assert all(report.applied for report in reports if report)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_a_fused_step_with_master_weights_reads_nothing(accumulate, layout, monkeypatch):
+    """In slices, with an fp32 weight that is joined and split for each."""
+    monkeypatch.setattr(chunks, "_SMALLEST_BYTES", 0)
+    model = nn.Sequential(nn.Linear(8, 1100), nn.Tanh(), nn.Linear(1100, 1))
+    stepper = make(f"bf16 master={layout}", FUSED["adamw"], model, accumulate=accumulate, max_norm=0.1)
+    calls = []
+    monkeypatch.setattr(chunks, "slice_state", lambda *a, own=chunks.slice_state: calls.append(a) or own(*a))
+    for factor in (1.0, float("nan"), 1.0):
+        with Costs(stepper) as costs:
+            report = [stepper.step(lambda factor=factor: loss_of(model) * factor) for _ in range(accumulate)][-1]
+        assert costs.num_reads == 0
+        assert report.applied is (factor == 1.0)
+    assert calls
 
 
 def test_the_first_step_of_fused_sgd_with_momentum_reads_once():
