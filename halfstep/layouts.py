@@ -74,18 +74,19 @@ class Split(Copy):
         assert low is not None
         if high.dtype == torch.bfloat16:
             bits = weight.view(torch.int32)
-            rest = bits.to(torch.int16)  # the lower half, read as a signed number: bits - (high << 16)
+            # The lower half, read as a signed number, is bits - (high << 16).
+            rest = low if self._bits == 16 else torch.empty_like(low, dtype=torch.int16)
+            rest.copy_(bits)
             high.view(torch.int16).copy_(bits.add_(_HALF_UP).bitwise_right_shift_(16))
             if self._bits == 8:
-                rest.clamp_(max=0x7F7F).add_(0x80).bitwise_right_shift_(8)
+                low.copy_(rest.clamp_(max=0x7F7F).add_(0x80).bitwise_right_shift_(8))
         else:
             unit = _fp16_ulp(weight)
             rounded = weight.abs().div_(unit).add_(0.5).floor_().mul_(unit)
             high.copy_(rounded.copysign(weight))
             unit = _fp16_ulp(rounded, -self._bits)
             half = 1 << (self._bits - 1)
-            rest = weight.abs_().sub_(rounded).div_(unit).round_().clamp_(-half, half - 1)
-        low.copy_(rest)
+            low.copy_(weight.abs_().sub_(rounded).div_(unit).round_().clamp_(-half, half - 1))
 
 
 class Kahan(Copy):
