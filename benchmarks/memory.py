@@ -5,8 +5,8 @@ torch.amp with fused AdamW and for every layout of master weights, each with fp3
 and bitsandbytes' AdamW8bit, where they are installed). Each row runs in a process of its own.
 
 To reach at the peak: 14 bytes with split16 and fp32 states (16 when accumulating, since the sums are fp32), 8 with
-8-bit states (10), 7 with split8 and 8-bit states (9). The bound, in bytes a parameter: a bf16 weight 2, its rest 2 or 1,
-gradient 2 (sum 4), AdamW's moments 8, or 2 x (1 + 4/256) = 2.03 with 8 bits and one fp32 scale for 256 elements.
+8-bit states (10), 7 with split8 and 8-bit states (9). The bound, in bytes a parameter: a bf16 weight 2, its rest 2 or
+1, gradient 2 (sum 4), AdamW's moments 8, or 2 x (1 + 4/256) = 2.03 with 8 bits and one fp32 scale for 256 elements.
 
     python benchmarks/memory.py                 the table
     python benchmarks/memory.py --only split16  its rows alone

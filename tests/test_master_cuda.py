@@ -51,9 +51,10 @@ def test_a_step_waits_for_nothing(name):
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        step()
+        report = step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    assert report.applied
 
 
 def test_replicas_round_alike():
