@@ -25,6 +25,7 @@ from halfstep.chunks import hooks_once, step_in_chunks
 from halfstep.errors import HalfstepError
 from halfstep.formats import FORMATS, SIXTEEN_BIT, format_of
 from halfstep.gradients import Gradients, divide
+from halfstep.guard import RegionGuard
 from halfstep.layouts import LAYOUTS, Copy
 from halfstep.loading import ExactLoading, keep_formats, widen_state
 from halfstep.policy import Policy
@@ -81,6 +82,7 @@ class Masters:
         self._removers: list[Any] = []
         if self._layout is not None:
             self._removers.append(keep_formats(optimizer))
+            self._removers.append(model.register_forward_pre_hook(RegionGuard(self)).remove)
             weakref.finalize(self, _call_all, self._removers)
         self.settle(policy)
 
@@ -89,6 +91,10 @@ class Masters:
 
     def __contains__(self, parameter: object) -> bool:
         return parameter in self._rests
+
+    def held(self) -> Iterator[torch.Tensor]:
+        """The parameters that have a rest."""
+        return iter(self._rests)
 
     def __getstate__(self) -> dict[str, Any]:
         if self._layout is not None:

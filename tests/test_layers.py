@@ -15,7 +15,7 @@ ROWS = [
     "policy",
     "kernels",
     "oplist cpu16 scale record snapshot gradients layouts states weights fast_path",
-    "chunks loading updates alignment window",
+    "chunks loading guard updates alignment window",
     "master",
     "optimizer closure",
     "region grad_scaler",
