@@ -356,11 +356,14 @@ def _next(size: int, multiple: int) -> int:
 
 # What a padded layer does to its tensors.
 
+_AUTOCAST_KINDS = frozenset(kind for kind in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(kind))
+"""Asked once, since torch 2.11's compiler breaks a graph at the question."""
+
 
 def _as_computed(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor`` in the format that autocast gives the product, so that zeros are appended to 2 bytes instead of 4."""
     kind = tensor.device.type
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+    if kind not in _AUTOCAST_KINDS or not torch.is_autocast_enabled(kind):
         return tensor
     if not oplist.eligible(tensor, kind) or "linear" in (oplist.active or ()):
         return tensor  # a rule for the operation has its own format

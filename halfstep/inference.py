@@ -12,6 +12,7 @@ and matrices that a module of the user's own holds.
 from __future__ import annotations
 
 import fnmatch
+import functools
 import inspect
 import types
 from collections import Counter
@@ -312,8 +313,8 @@ def _serve(model: nn.Module, region: Region) -> None:
 
     def inner_of(self: nn.Module) -> Any:
         if own is None:
-            return type(self).forward.__get__(self)
-        return own.__func__.__get__(self) if is_bound else own
+            return functools.partial(type(self).forward, self)
+        return functools.partial(own.__func__, self) if is_bound else own
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         is_inference, has_grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import functools
 import itertools
 import re
 import sys
@@ -270,10 +271,11 @@ def _ruled(module: nn.Module, wrapped: Any, device_type: str) -> Callable[..., A
     is_bound = isinstance(wrapped, types.MethodType) and wrapped.__self__ is module
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # functools.partial, since torch 2.11's compiler does not go into a method that is bound here.
         if wrapped is None:
-            inner = type(self).forward.__get__(self)
+            inner = functools.partial(type(self).forward, self)
         else:
-            inner = wrapped.__func__.__get__(self) if is_bound else wrapped
+            inner = functools.partial(wrapped.__func__, self) if is_bound else wrapped
         rule = rules.get(_opened[-1]._token) if _opened else None
         if rule is None:
             return inner(*args, **kwargs)

@@ -182,6 +182,7 @@ def cast(value, dtype):
 
 def test_the_table_covers_the_lists():
     missing = oplist.cuda_lists().keys() - LISTED.keys() - CUDA_ONLY - {"aten::binary_cross_entropy"}
+    missing = {name for name in missing if "dimname" not in name.lower()}  # named tensors, which torch has up to 2.11
     # A newer torch may list a few more; they are then to be added above.
     assert len(LISTED) >= 110
     assert len(missing) <= 4, missing

@@ -20,6 +20,12 @@ FUSED = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01, fused=True),
 }
+# torch's fused Adagrad takes found_inf from 2.12 on.
+FUSED = {
+    name: make
+    for name, make in FUSED.items()
+    if getattr(make([torch.ones(1, requires_grad=True)]), "_step_supports_amp_scaling", False)
+}
 PLAIN = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),

@@ -109,7 +109,8 @@ def test_formats_of_one_module_stand_apart():
 def test_a_sparse_gradient_is_looked_up(num_sparse, places):
     indices = torch.tensor(places[:num_sparse], dtype=torch.int64)
     values = torch.arange(1.0, 1 + indices.shape[1] * 3 ** (3 - num_sparse)).reshape(-1, *[3] * (3 - num_sparse))
-    gradient = torch.sparse_coo_tensor(indices, values, (8, 3, 3), check_invariants=True)
+    with torch.sparse.check_sparse_tensor_invariants(enable=True):
+        gradient = torch.sparse_coo_tensor(indices, values, (8, 3, 3))
     index = torch.randperm(72, generator=torch.Generator().manual_seed(0))
     assert torch.equal(_take_sparse(gradient, index), gradient.to_dense().take(index))
 
