@@ -79,27 +79,36 @@ def _widen(value: Any) -> Any:
     return value.float() if isinstance(value, torch.Tensor) and value.dtype in _HALF else value
 
 
+@functools.cache
+def _own(name: str) -> Callable[..., Any]:
+    return torch.library.get_kernel(f"aten::{name}", "CPU").call_boxed
+
+
 def _sum_rows(keyset: Any, gradient: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """Of an embedding with a 16-bit table: the sum of the gradients of each row."""
-    own = _own_sum_rows()
+    own = _own("embedding_dense_backward")
     if not sums_active or gradient.dtype not in _HALF:
         return own(keyset, gradient, *args, **kwargs)
     return own(keyset, gradient.float(), *args, **kwargs).to(gradient.dtype)
 
 
-@functools.cache
-def _own_sum_rows() -> Callable[..., Any]:
-    return torch.library.get_kernel("aten::embedding_dense_backward", "CPU").call_boxed
+def _add_at(keyset: Any, target: torch.Tensor, indices: Any, values: torch.Tensor, *flags: bool) -> Any:
+    """Of a 16-bit table that is indexed (``table[index]``): the same sum."""
+    own, accumulates = _own("_index_put_impl_"), flags[:1] == (True,)
+    if not (sums_active and accumulates and target.dtype in _HALF):
+        return own(keyset, target, indices, values, *flags)
+    return target.copy_(own(keyset, target.float(), indices, values.float(), *flags))
 
 
 def _fill_sums(cpu: Kernels) -> None:
-    _own_sum_rows()  # before ours hides it
-    cpu.add("embedding_dense_backward", _sum_rows)
+    for name, kernel in (("embedding_dense_backward", _sum_rows), ("_index_put_impl_", _add_at)):
+        _own(name)  # before ours hides it
+        cpu.add(name, kernel)
 
 
 sums = Kernels("CPU", _fill_sums)
-"""A kernel for every CPU, with the instructions or without: torch's adds up rows in 16 bit there, so that a token that
-comes often stops at 256 (bf16) of its gradients. On CUDA it adds in fp32."""
+"""Kernels for every CPU, with the instructions or without: torch's add up rows in 16 bit there, so that a token that
+comes often stops at 256 (bf16) of its gradients. On CUDA they add in fp32."""
 
 
 def _fill(cpu: Kernels) -> None:
