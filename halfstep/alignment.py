@@ -27,7 +27,7 @@ from torch import nn
 from halfstep import oplist
 from halfstep.errors import HalfstepError
 from halfstep.formats import FORMATS
-from halfstep.policy import Policy
+from halfstep.policy import Policy, check_module_rules
 
 ALIGNMENT_BYTES = 16
 """What the rows of a product should be multiples of for tensor cores."""
@@ -213,11 +213,7 @@ def _check(modules: Mapping[str, nn.Module], policy: Policy) -> None:
                 "a lazy layer has no sizes before its first batch",
                 "Run one forward pass first.",
             )
-    for pattern, _ in policy.modules:
-        if not any(fnmatch.fnmatchcase(name, pattern) for name in modules if name):
-            raise HalfstepError(
-                f"module rule {pattern!r}", "no module of the model has a name that it matches", "Correct the name."
-            )
+    check_module_rules(policy.modules, modules)
 
 
 def _chosen(layers: tuple[LayerSizes, ...], pad: bool | str) -> list[LayerSizes]:

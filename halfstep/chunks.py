@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from torch.optim import Optimizer
@@ -51,8 +51,7 @@ class _Part:
 
 def step_in_chunks(optimizer: Optimizer, gradients: Gradients, divisor: torch.Tensor | float, weights: Weights) -> None:
     """Divide the gradients by ``divisor`` and let ``optimizer`` step. Takes ``gradients`` apart and frees them."""
-    states = _States(optimizer)
-    with states:
+    with _States(optimizer) as states:
         for parameter in gradients:
             parameter.grad = None
         for chunk in _chunks(optimizer, gradients):
@@ -66,10 +65,10 @@ def step_in_chunks(optimizer: Optimizer, gradients: Gradients, divisor: torch.Te
             try:
                 for part in chunk:
                     states.open(part)
-                    data = part.stored
                     if part.parameter in weights:
-                        data = weights.read_part(part.parameter, part.start, part.stop)
-                    part.parameter.data = part.of(data) if data is part.stored else data
+                        part.parameter.data = weights.read_part(part.parameter, part.start, part.stop)
+                    else:
+                        part.parameter.data = part.of(part.stored)
                     part.parameter.grad = values.pop(0)
                 optimizer.step()
                 for part in chunk:
@@ -122,8 +121,8 @@ class _States:
         self._wholes: dict[torch.Tensor, dict[str, Any]] = {}
         self._before: dict[torch.Tensor, dict[str, Any]] = {}
 
-    def __enter__(self) -> None:
-        pass
+    def __enter__(self) -> Self:
+        return self
 
     def __exit__(self, *exception: object) -> None:
         for parameter, whole in self._wholes.items():

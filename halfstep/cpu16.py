@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from halfstep.dtypes import LOW_DTYPES
 from halfstep.kernels import Kernels
 
 active = False
@@ -26,8 +27,6 @@ active = False
 
 sums_active = False
 """The same for :data:`sums`, which every 16-bit region needs."""
-
-_HALF = (torch.float16, torch.bfloat16)
 
 # Operation to the number of outputs that take the input's dtype; the others (attention's logsumexp) stay fp32.
 _OPS = {
@@ -60,7 +59,7 @@ def _kernel(name: str, num_low: int) -> Callable[..., Any]:
                     elif dtype != value.dtype and not is_attention:
                         # torch refuses to mix formats, here as on a GPU. Attention has a logsumexp in fp32.
                         return own(keyset, *args, **kwargs)
-        if dtype not in _HALF:
+        if dtype not in LOW_DTYPES:
             return own(keyset, *args, **kwargs)
         wide = [_widen(value) for value in args]
         if kwargs:
@@ -76,7 +75,7 @@ def _kernel(name: str, num_low: int) -> Callable[..., Any]:
 
 
 def _widen(value: Any) -> Any:
-    return value.float() if isinstance(value, torch.Tensor) and value.dtype in _HALF else value
+    return value.float() if isinstance(value, torch.Tensor) and value.dtype in LOW_DTYPES else value
 
 
 @functools.cache
@@ -87,7 +86,7 @@ def _own(name: str) -> Callable[..., Any]:
 def _sum_rows(keyset: Any, gradient: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """Of an embedding with a 16-bit table: the sum of the gradients of each row."""
     own = _own("embedding_dense_backward")
-    if not sums_active or gradient.dtype not in _HALF:
+    if not sums_active or gradient.dtype not in LOW_DTYPES:
         return own(keyset, gradient, *args, **kwargs)
     return own(keyset, gradient.float(), *args, **kwargs).to(gradient.dtype)
 
@@ -95,7 +94,7 @@ def _sum_rows(keyset: Any, gradient: torch.Tensor, *args: Any, **kwargs: Any) ->
 def _add_at(keyset: Any, target: torch.Tensor, indices: Any, values: torch.Tensor, *flags: bool) -> Any:
     """Of a 16-bit table that is indexed (``table[index]``): the same sum."""
     own, accumulates = _own("_index_put_impl_"), flags[:1] == (True,)
-    if not (sums_active and accumulates and target.dtype in _HALF):
+    if not (sums_active and accumulates and target.dtype in LOW_DTYPES):
         return own(keyset, target, indices, values, *flags)
     return target.copy_(own(keyset, target.float(), indices, values.float(), *flags))
 

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from halfstep.errors import HalfstepError, ScaleExhausted, and_more
 from halfstep.gradients import gradients_of, values_of
 from halfstep.optimizer import begins_momentum
-from halfstep.scale import update_scale
+from halfstep.scale import CHECK_EVERY, update_scale
 
 _STOP_AFTER = 20
 """Overflows in a row after which one at the floor ends the run.
@@ -34,8 +34,6 @@ _STOP_AFTER = 20
 From torch's first scale it takes 16 to reach the floor. A scale that begins there, as a guard for bf16, gets the same
 patience, so that a few bad batches do not stop a run that would have gone on.
 """
-_CHECK_EVERY = 64
-"""Updates between two looks at a scale whose verdicts stay on the device: is it exhausted?"""
 
 _FLOOR, _CEILING = 1.0, 2.0**24
 _TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
@@ -277,7 +275,7 @@ class GradScaler(torch.amp.GradScaler):
             self._num_seen_overflows += 1
             looks = self._num_seen_overflows >= _STOP_AFTER
         elif None in applied:
-            looks = self._num_updates % _CHECK_EVERY == 0
+            looks = self._num_updates % CHECK_EVERY == 0
         else:
             self._num_seen_overflows = 0
             looks = False

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-_SIXTEEN_BIT = (torch.float16, torch.bfloat16)
+from halfstep.dtypes import LOW_DTYPES
 
 Gradients = dict[torch.Tensor, torch.Tensor]
 """Parameter to its gradient."""
@@ -64,19 +64,19 @@ def is_one(divisor: torch.Tensor | float) -> bool:
 def put_gradients(gradients: Mapping[torch.Tensor, torch.Tensor]) -> None:
     """Move gradients into ``.grad``. A 16-bit weight takes any; one that became fp32 meanwhile takes fp32 alone."""
     for parameter, gradient in gradients.items():
-        parameter.grad = gradient if parameter.dtype in _SIXTEEN_BIT else gradient.to(parameter.dtype)
+        parameter.grad = gradient if parameter.dtype in LOW_DTYPES else gradient.to(parameter.dtype)
 
 
 def norms_of(gradients: Iterable[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
     """The 2-norm of each gradient, and of all together, in fp32 on the device."""
     values = [values_of(gradient) for gradient in gradients]
-    low = [value for value in values if value.dtype in _SIXTEEN_BIT]
+    low = [value for value in values if value.dtype in LOW_DTYPES]
     if low:
         # The norm of an fp16 gradient may be beyond fp16. Two lists, since torch's fast path takes one dtype at a time.
-        rest = [value for value in values if value.dtype not in _SIXTEEN_BIT]
+        rest = [value for value in values if value.dtype not in LOW_DTYPES]
         of_low = iter(torch._foreach_norm(low, dtype=torch.float32))
         of_rest = iter(torch._foreach_norm(rest) if rest else ())
-        norms = tuple(next(of_low if value.dtype in _SIXTEEN_BIT else of_rest) for value in values)
+        norms = tuple(next(of_low if value.dtype in LOW_DTYPES else of_rest) for value in values)
     else:
         norms = torch._foreach_norm(values)
     return norms, torch.linalg.vector_norm(torch.stack(norms))

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from halfstep.dtypes import LOW_DTYPES
 from halfstep.errors import HalfstepError
 
 
@@ -35,7 +36,7 @@ class RegionGuard:
             return
         weights = self._weights()
         weight = None if weights is None else next(weights.held(), None)
-        if weight is None or weight.dtype not in (torch.float16, torch.bfloat16):
+        if weight is None or weight.dtype not in LOW_DTYPES:
             return
         opens_region = hasattr(model.forward, "halfstep_inner")  # cast for inference
         if not opens_region and not torch.is_autocast_enabled(weight.device.type):

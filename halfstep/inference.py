@@ -25,6 +25,7 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_map_only
 
+from halfstep.dtypes import LOW_DTYPES
 from halfstep.errors import HalfstepError
 from halfstep.events import RunInfo
 from halfstep.formats import FORMATS, SIXTEEN_BIT, format_of
@@ -35,7 +36,7 @@ from halfstep.weights import NORMS, is_source, widen_embedding
 
 _PRODUCTS = (nn.Linear, _ConvNd, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)
 """Modules whose parameters meet 16-bit operations alone."""
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+_FLOATS = LOW_DTYPES | {torch.float32}
 
 BY_KEEP = "keep names it"
 BY_RULE = "a module rule keeps it in fp32"
@@ -334,7 +335,7 @@ def _serve(model: nn.Module, region: Region) -> None:
 
 def _fit(module: nn.Module) -> None:
     """Make a module at home among 16-bit weights where autocast does not."""
-    if any(parameter.dtype in (torch.float16, torch.bfloat16) for parameter in module.parameters(recurse=False)):
+    if any(parameter.dtype in LOW_DTYPES for parameter in module.parameters(recurse=False)):
         widen_embedding(module)
         if isinstance(module, nn.RNNBase | nn.EmbeddingBag) and _match_inputs not in module._forward_pre_hooks.values():
             module.register_forward_pre_hook(_match_inputs, with_kwargs=True)

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn, optim
 
+from halfstep.dtypes import LOW_DTYPES
 from halfstep.states import copied
 
 
@@ -49,7 +50,7 @@ def keep_formats(optimizer: optim.Optimizer) -> Callable[[], None]:
 def widen_state(state: dict[str, Any]) -> None:
     """Make the 16-bit states of a parameter fp32, in which its weight will be moved."""
     for name, value in state.items():
-        if isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16):
+        if isinstance(value, torch.Tensor) and value.dtype in LOW_DTYPES:
             state[name] = value.float()
 
 

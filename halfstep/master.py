@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from halfstep.chunks import hooks_once, step_in_chunks
+from halfstep.dtypes import LOW_DTYPES
 from halfstep.errors import HalfstepError
 from halfstep.formats import FORMATS, SIXTEEN_BIT, format_of
 from halfstep.gradients import Gradients, divide
@@ -46,7 +47,6 @@ class _Rest:
 
 
 _KEYS = {"layout", "num_steps", "rests", "formats", "checksums", "widened"}
-_SIXTEEN_BIT = tuple(FORMATS[format].dtype for format in SIXTEEN_BIT)
 _rests: Any = WeakTensorKeyDictionary()
 """Parameter to its rest. It belongs to the weight and not to who trains it, so that several ``Masters``, in turn or one
 after the other, move one exact weight."""
@@ -119,7 +119,7 @@ class Masters:
         for parameter in parameters:
             format = formats.get(parameter, "fp32")
             # What is fp64 stays so, as under autocast.
-            is_low = format in SIXTEEN_BIT and parameter.dtype in (torch.float32, *_SIXTEEN_BIT)
+            is_low = format in SIXTEEN_BIT and parameter.dtype in LOW_DTYPES | {torch.float32}
             if is_low and (parameter not in self._rests or parameter.dtype != FORMATS[format].dtype):
                 to_narrow[parameter] = FORMATS[format].dtype
             elif not is_low and parameter in self._rests:
@@ -138,7 +138,7 @@ class Masters:
     def _check_range(self, parameter: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> None:
         largest = float(torch.linalg.vector_norm(weight.detach(), math.inf)) if weight.numel() else 0.0
         if not largest <= torch.finfo(dtype).max:
-            name = next(name for name, p in self._model.named_parameters() if p is parameter)
+            name = self._name_of({parameter})
             raise HalfstepError(
                 f"parameter {name} with a weight of {largest:g}",
                 f"{format_of(dtype).name} holds no weight beyond {torch.finfo(dtype).max:g}",
@@ -200,17 +200,21 @@ class Masters:
 
     def _warn_of(self, changed: set[torch.Tensor]) -> None:
         """Of a rest that is lost in every step, as when the weights are clamped: nothing is dropped in silence."""
-        again = changed & self._changed if self._layout is not None and self._layout.low_dtype is not None else ()
+        again = changed & self._changed if self._layout is not None and self._layout.low_dtype is not None else set()
         self._changed = changed
         if again and not self._has_warned:
             self._has_warned = True
-            name = next((name for name, p in self._model.named_parameters() if p in again), "of the optimizer")
+            name = self._name_of(again)
             warnings.warn(
                 f"parameter {name} was changed in place before each of two steps, so that it lost the rest of its "
                 f"master weight twice. Updates under half an ulp are lost so. Keep its module in fp32 "
                 f"(module:{name.rpartition('.')[0]}=fp32) if you clamp or scale it after every step.",
                 stacklevel=2,
             )
+
+    def _name_of(self, parameters: set[torch.Tensor]) -> str:
+        """The name of the first of them; one of another model has none."""
+        return next((name for name, p in self._model.named_parameters() if p in parameters), "of the optimizer")
 
     def read_part(self, parameter: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         """The fp32 weights from ``start`` to ``stop`` of the flattened parameter; all of them in its own shape."""

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
 
+from halfstep.dtypes import LOW_DTYPES
 from halfstep.errors import HalfstepError
 from halfstep.gradients import Gradients, divide, is_one
 from halfstep.master import Masters
@@ -31,7 +32,7 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer, master: str) -> None
                     "the model does not have it: the optimizer was built before the model was changed",
                     "Change the model first, then build the optimizer over model.parameters().",
                 )
-            is_low = parameter.dtype in (torch.float16, torch.bfloat16)
+            is_low = parameter.dtype in LOW_DTYPES
             if parameter.requires_grad and is_low and master == "fp32":
                 raise HalfstepError(
                     f"parameter {names[id(parameter)]} ({shape}) in {str(parameter.dtype).removeprefix('torch.')}",

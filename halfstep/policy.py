@@ -312,6 +312,18 @@ def auto_policy(hardware: Hardware | None = None) -> tuple[Policy, str]:
     return Policy(compute), f"{hardware.name} {why}"
 
 
+def check_module_rules(rules: Iterable[tuple[str, str]], modules: Iterable[str]) -> None:
+    """Refuse a module rule that matches none of ``modules``, the names of a model's modules."""
+    names = [name for name in modules if name]
+    for pattern, _ in rules:
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+            raise HalfstepError(
+                f"module rule {pattern!r}",
+                "no module of the model has a name that it matches",
+                f"Names are those of model.named_modules(), such as {', '.join(names[:6]) or 'none, it has no parts'}.",
+            )
+
+
 def resolve(policy: str | Policy, hardware: Hardware) -> tuple[Policy, str]:
     """The policy in effect on a device, and why it is that one.
 

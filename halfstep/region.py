@@ -38,7 +38,7 @@ from halfstep.fast_path import no_fast_path
 from halfstep.formats import FORMATS, SIXTEEN_BIT
 from halfstep.hardware import Hardware, detect
 from halfstep.kernels import untraced
-from halfstep.policy import Policy, resolve
+from halfstep.policy import Policy, check_module_rules, resolve
 
 _tokens = itertools.count()
 _opened: list[Region] = []
@@ -315,14 +315,7 @@ def attach_rules(
 
     Of two rules for one module the later one decides; one that matches nothing is refused.
     """
-    names = [name for name, _ in model.named_modules() if name]
-    for pattern, _ in rules:
-        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
-            raise HalfstepError(
-                f"module rule {pattern!r}",
-                "no module of the model has a name that it matches",
-                f"Names are those of model.named_modules(), such as {', '.join(names[:6]) or 'none, it has no parts'}.",
-            )
+    check_module_rules(rules, [name for name, _ in model.named_modules()])
     attached = []
     for name, module in model.named_modules():
         formats = [format for pattern, format in rules if name and fnmatch.fnmatchcase(name, pattern)]

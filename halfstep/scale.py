@@ -16,6 +16,9 @@ import torch
 from halfstep.errors import HalfstepError
 from halfstep.policy import LossScale
 
+CHECK_EVERY = 64
+"""Updates between two looks at a scale whose verdicts stay on the device: is it exhausted?"""
+
 
 class NoScale:
     """No scaling: the value is 1 and stays so. bf16 and fp32 have the range that fp16 lacks."""

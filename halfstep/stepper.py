@@ -24,6 +24,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from halfstep.closure import NonFiniteEvaluation, needs_closure, step_by_closure
+from halfstep.dtypes import LOW_DTYPES
 from halfstep.errors import HalfstepError, ScaleExhausted, and_more
 from halfstep.events import Overflow, RunInfo, StepReport
 from halfstep.gradients import (
@@ -44,13 +45,10 @@ from halfstep.optimizer import apply, check_optimizer, check_step, unscale
 from halfstep.policy import Policy
 from halfstep.record import Producer, find_producer
 from halfstep.region import Region
-from halfstep.scale import make_scale
+from halfstep.scale import CHECK_EVERY, make_scale
 from halfstep.snapshot import RandomState, RunningStatistics
 from halfstep.updates import UpdateMeter
 from halfstep.window import Loss, Verdict, Window, judge, over, read_loss, why_skipped
-
-_CHECK_EVERY = 64
-"""Windows between two looks at a scale whose verdicts stay on the device: is it exhausted?"""
 
 
 class Stepper:
@@ -228,7 +226,7 @@ class Stepper:
     def _run_backward(self, loss: torch.Tensor) -> None:
         """Backward of loss x scale / unit: the factor is where the gradient starts, which costs no operation."""
         start = over(self.scale.value, self._unit or 1.0)
-        if loss.dtype in (torch.float16, torch.bfloat16):
+        if loss.dtype in LOW_DTYPES:
             loss = loss.float()  # 2^16 is beyond fp16
         with self.region.backward():
             loss.backward(start.to(loss.dtype))
@@ -452,7 +450,7 @@ class Stepper:
 
         One that is not finite undoes the step, and it is what the report and the scale then go by.
         """
-        if not unscale(list(gradients.values()), verdict.divisor, verdict.found):
+        if not unscale(gradients.values(), verdict.divisor, verdict.found):
             return False, gradients, verdict
 
         def evaluate() -> torch.Tensor:
@@ -461,7 +459,7 @@ class Stepper:
             window.add(*self._differentiate(closure))
             with torch.no_grad():
                 gradients, verdict = self._judge(window)
-                if not unscale(list(gradients.values()), verdict.divisor, verdict.found):
+                if not unscale(gradients.values(), verdict.divisor, verdict.found):
                     raise NonFiniteEvaluation(verdict)
             return verdict.numbers[0]
 
@@ -469,7 +467,7 @@ class Stepper:
         return failure is None, gradients_of(self.optimizer), verdict if failure is None else failure.verdict
 
     def _needs_verdict(self, is_replayed: bool) -> bool:
-        looks_at_scale = self.scale.kind == "dynamic" and (self.num_steps + 1) % _CHECK_EVERY == 0 and not is_replayed
+        looks_at_scale = self.scale.kind == "dynamic" and (self.num_steps + 1) % CHECK_EVERY == 0 and not is_replayed
         gates = self.scheduler is not None or self.on_applied is not None
         return gates or looks_at_scale or bool(self._statistics) or self._window.nonfinite_share is not None
 

@@ -20,14 +20,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from halfstep.dtypes import LOW_DTYPES
 from halfstep.errors import HalfstepError
-from halfstep.formats import FORMATS, SIXTEEN_BIT, format_of
-from halfstep.gradients import gradients_of
+from halfstep.formats import format_of
+from halfstep.gradients import gradients_of, values_of
 
 Exact = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """``exact(parameter, index)``: the fp32 weights that the optimizer moves, at ``index`` of ``parameter.flatten()``."""
 
-_DTYPES = frozenset(FORMATS[name].dtype for name in SIXTEEN_BIT)
 _HIGH_PCT = 10.0
 """From this share on, the updates of a module are worth advice."""
 _NUM_SHOWN = 10
@@ -207,7 +207,7 @@ class UpdateMeter:
     def _watch(self) -> None:
         """Draw the samples, where the 16-bit weights are others than before: a Stepper's, moved, put in fp32."""
         held = {id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]}
-        named = {name: p for name, p in self._model.named_parameters() if id(p) in held and p.dtype in _DTYPES}
+        named = {name: p for name, p in self._model.named_parameters() if id(p) in held and p.dtype in LOW_DTYPES}
         named = {name: p for name, p in named.items() if _local(p).numel()}
         known = [(id(sample.parameter), sample.kind) for sample in self._samples]
         if known == [(id(p), _kind(p)) for p in named.values()]:
@@ -399,8 +399,7 @@ def _is_skipped(optimizer: Optimizer) -> torch.Tensor:
     if found is not None:
         return torch.eq(found.reshape(()), 1)  # as torch's kernels ask
     gradients = [_local(gradient) for gradient in gradients_of(optimizer).values()]
-    values = [g.coalesce().values() if g.is_sparse else g for g in gradients]
-    values = [v for v in values if v.numel()]
+    values = [v for v in map(values_of, gradients) if v.numel()]
     if not values:
         return torch.tensor(False)
     # Not the norm, which overflows by itself in fp16 where the gradient is scaled.

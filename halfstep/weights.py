@@ -11,6 +11,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.parametrize import ParametrizationList
 
+from halfstep.dtypes import LOW_DTYPES
+
 NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 """Modules that compute in fp32, with fp32 weights and statistics."""
 
@@ -23,7 +25,7 @@ def is_source(module: nn.Module, name: str) -> bool:
 
 
 def widen_output(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-    return output.float() if output.dtype in (torch.float16, torch.bfloat16) else output
+    return output.float() if output.dtype in LOW_DTYPES else output
 
 
 def widen_embedding(module: nn.Module, hook: Callable[..., torch.Tensor] = widen_output) -> Any:

@@ -13,7 +13,7 @@ ROWS = [
     "formats files",
     "hardware events",
     "policy",
-    "kernels",
+    "kernels dtypes",
     "oplist cpu16 scale record snapshot gradients layouts states weights fast_path",
     "chunks loading guard updates alignment window",
     "master",

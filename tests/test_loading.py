@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from reference.master_net import assert_same, exact
 from torch import nn
 
 from halfstep import HalfstepError, Stepper
@@ -37,16 +38,6 @@ def build(policy=POLICY, model=None, steps=3):
     for _ in range(steps):
         stepper.step(lambda: (model(X).float() - 1).square().mean())
     return model, stepper
-
-
-def exact(stepper):
-    return {name: weight.clone() for name, weight in stepper.weights()}
-
-
-def assert_same(first, second):
-    assert first.keys() == second.keys()
-    for name in first:
-        assert torch.equal(first[name], second[name]), name
 
 
 # The model.

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from reference.reads import Reads
 from torch import nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep import chunks
 from halfstep.layouts import LAYOUTS
@@ -34,33 +33,16 @@ PLAIN = {
 }
 NO_REPLAY = ["fp32", "bf16", "fp16 on_overflow=skip scale.init=256", "fp32 scale=static scale.init=256"]
 REPLAY = "fp16 scale.init=256"
-# On a CUDA tensor each of these makes the host wait.
-WAITING = {"_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "_unique2", "allclose"}
-WAITING_METHODS = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.cpu}
 
 
-class _Methods(TorchFunctionMode):
-    """On a CPU ``tolist`` and ``numpy`` read memory directly and never reach the dispatcher."""
-
-    def __init__(self, costs):
-        super().__init__()
-        self.costs = costs
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func in WAITING_METHODS:
-            self.costs.num_reads += 1
-        return func(*args, **(kwargs or {}))
-
-
-class Costs(TorchDispatchMode):
+class Costs(Reads):
     """Counts reads to the host, and operations over a list with as many elements as the model's parameters."""
 
     def __init__(self, stepper):
         super().__init__()
         self.num_elements = sum(p.numel() for p in stepper.model.parameters())
-        self.num_reads, self.passes = 0, []
+        self.passes = []
         self.is_paused = False
-        self._methods = _Methods(self)
         step = stepper.optimizer.step
 
         def own_step(*args, **kwargs):
@@ -73,22 +55,12 @@ class Costs(TorchDispatchMode):
         if not all(group.get("fused") for group in stepper.optimizer.param_groups):
             stepper.optimizer.step = own_step
 
-    def __enter__(self):
-        self._methods.__enter__()
-        return super().__enter__()
-
-    def __exit__(self, *exception):
-        super().__exit__(*exception)
-        self._methods.__exit__(*exception)
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.name().removeprefix("aten::").partition(".")[0]
+    def see(self, name, args):
         if not self.is_paused:
-            self.num_reads += name in WAITING
+            super().see(name, args)
             values = args[0] if args and isinstance(args[0], (list, tuple)) else []
             if sum(v.numel() for v in values if isinstance(v, torch.Tensor)) == self.num_elements:
                 self.passes.append(name)
-        return func(*args, **(kwargs or {}))
 
 
 def net(norm=nn.Identity):
