@@ -12,7 +12,6 @@ and matrices that a module of the user's own holds.
 from __future__ import annotations
 
 import fnmatch
-import functools
 import inspect
 import types
 from collections import Counter
@@ -31,7 +30,7 @@ from halfstep.events import RunInfo
 from halfstep.formats import FORMATS, SIXTEEN_BIT, format_of
 from halfstep.hardware import Hardware
 from halfstep.policy import Policy
-from halfstep.region import Region
+from halfstep.region import Region, forward_of
 from halfstep.weights import NORMS, is_source, widen_embedding
 
 _PRODUCTS = (nn.Linear, _ConvNd, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)
@@ -310,12 +309,7 @@ def _num_bytes(model: nn.Module) -> int:
 def _serve(model: nn.Module, region: Region) -> None:
     """Open ``region`` in the model's forward, as a bound method, so that a copy of the model is bound to the copy."""
     own: Any = model.__dict__.get("forward")
-    is_bound = isinstance(own, types.MethodType) and own.__self__ is model
-
-    def inner_of(self: nn.Module) -> Any:
-        if own is None:
-            return functools.partial(type(self).forward, self)
-        return functools.partial(own.__func__, self) if is_bound else own
+    inner_of = forward_of(model)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         is_inference, has_grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
@@ -323,6 +317,7 @@ def _serve(model: nn.Module, region: Region) -> None:
         with region.inference(), torch.inference_mode(is_inference), torch.set_grad_enabled(has_grad):
             return inner_of(self)(*args, **kwargs)
 
+    is_bound = isinstance(own, types.MethodType) and own.__self__ is model
     if is_bound and getattr(own.__func__, "__code__", None) is forward.__code__:
         inner_of = own.__func__.halfstep_inner  # cast before: one region, and not two
     signature = inspect.signature(model.forward)

@@ -265,17 +265,27 @@ def _wrap_forward(module: nn.Module, device_type: str) -> Any:
     return forward
 
 
+def forward_of(module: nn.Module) -> Callable[[nn.Module], Callable[..., Any]]:
+    """What binds the forward that ``module`` has now, its class's or one of its own, to it or to a deep copy of it."""
+    own: Any = module.__dict__.get("forward")
+    is_bound = isinstance(own, types.MethodType) and own.__self__ is module
+
+    def bind(self: nn.Module) -> Callable[..., Any]:
+        # functools.partial, since torch 2.11's compiler does not go into a method that is bound here.
+        if own is None:
+            return functools.partial(type(self).forward, self)
+        return functools.partial(own.__func__, self) if is_bound else own
+
+    return bind
+
+
 def _ruled(module: nn.Module, wrapped: Any, device_type: str) -> Callable[..., Any]:
     """A forward around ``wrapped``, the one of the instance if it has its own, that looks up who is open."""
     rules: dict[int, tuple[bool, torch.dtype]] = {}
-    is_bound = isinstance(wrapped, types.MethodType) and wrapped.__self__ is module
+    bind = forward_of(module)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # functools.partial, since torch 2.11's compiler does not go into a method that is bound here.
-        if wrapped is None:
-            inner = functools.partial(type(self).forward, self)
-        else:
-            inner = functools.partial(wrapped.__func__, self) if is_bound else wrapped
+        inner = bind(self)
         rule = rules.get(_opened[-1]._token) if _opened else None
         if rule is None:
             return inner(*args, **kwargs)
