@@ -92,7 +92,7 @@ def stepper() -> Seen:
     def look(change: Change) -> bool:
         model = layer()
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        trainer = Stepper(model, optimizer, "bf16", accumulate=8)
+        trainer = Stepper(model, optimizer, "bf16", accumulate=8, keep_casts=True)
         return is_stale(trainer.forward(), model, model, optimizer, change)
 
     return judge(look)
