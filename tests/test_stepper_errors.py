@@ -41,7 +41,7 @@ def loss_of(model, step=0):
 def make(policy="fp32", model=None, **kwargs):
     model = Net() if model is None else model
     trained = [p for name, p in model.named_parameters() if not name.startswith("other")]
-    return Stepper(model, torch.optim.AdamW(trained, lr=0.01), policy, **kwargs)
+    return Stepper(model, torch.optim.AdamW(trained, lr=0.01), policy, **{"keep_casts": True, **kwargs})
 
 
 def micro_batch(stepper, form, closure):

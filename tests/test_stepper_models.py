@@ -48,7 +48,7 @@ def test_frozen_unused_and_tied_parameters_train_as_with_torch(policy, optimizer
     ours = Odd()
     theirs = copy.deepcopy(ours)
     before = copy.deepcopy(ours)
-    stepper = Stepper(ours, OPTIMIZERS[optimizer](ours.parameters()), policy, accumulate=2)
+    stepper = Stepper(ours, OPTIMIZERS[optimizer](ours.parameters()), policy, accumulate=2, keep_casts=True)
     region, opt = Region(theirs, policy), OPTIMIZERS[optimizer](theirs.parameters())
     scale = stepper.scale.value.item()
     for step in range(12):
@@ -77,7 +77,7 @@ def test_a_layer_thawed_and_a_group_added_in_mid_run_train_from_then_on(policy):
     model = net()
     model[0].requires_grad_(False)
     optimizer = torch.optim.SGD(model[3].parameters(), lr=0.1)
-    stepper = Stepper(model, optimizer, policy, accumulate=2)
+    stepper = Stepper(model, optimizer, policy, accumulate=2, keep_casts=True)
     first = model[0].weight.detach().clone()
     stepper.step(lambda: loss_of(model, 0))
     assert stepper.step(lambda: loss_of(model, 1)).applied
@@ -252,7 +252,7 @@ def test_what_another_backward_pass_left_does_not_enter_a_window(policy):
     """A GAN's maker differentiates through the judge and leaves gradients there."""
     left, right = net(), net()
     for model, is_dirty in ((left, False), (right, True)):
-        stepper = Stepper(model, OPTIMIZERS["sgd"](model.parameters()), policy, accumulate=2)
+        stepper = Stepper(model, OPTIMIZERS["sgd"](model.parameters()), policy, accumulate=2, keep_casts=True)
         for step in range(4):
             if is_dirty and step % 2 == 0:
                 (loss_of(model, 9) * 1e3).backward()
@@ -282,7 +282,7 @@ def test_a_stepper_dropped_in_mid_window_leaves_no_autocast_behind(policy):
 @pytest.mark.parametrize("policy", POLICIES)
 def test_no_gradient_and_no_cast_is_left_after_a_window(policy):
     model = net()
-    stepper = Stepper(model, OPTIMIZERS["sgd"](model.parameters()), policy, accumulate=2)
+    stepper = Stepper(model, OPTIMIZERS["sgd"](model.parameters()), policy, accumulate=2, keep_casts=True)
     stepper.step(lambda: loss_of(model, 0))
     stepper.step(lambda: loss_of(model, 1))
     assert all(p.grad is None for p in model.parameters())

@@ -42,7 +42,9 @@ def plant(model, where, value):
 def test_weights_states_and_statistics_stay_to_the_bit(policy, where, max_norm, optimizer):
     model = net()
     value = {"gradient": math.inf, "weight": -math.inf, "output": math.nan, "batch": math.nan}[where]
-    stepper = Stepper(model, OPTIMIZERS[optimizer](model.parameters()), policy, accumulate=2, max_norm=max_norm)
+    stepper = Stepper(
+        model, OPTIMIZERS[optimizer](model.parameters()), policy, accumulate=2, max_norm=max_norm, keep_casts=True
+    )
     for step in range(4):
         stepper.step(lambda step=step: loss_of(model, step))
     before = snapshot(stepper)
@@ -89,7 +91,7 @@ def test_a_skipped_step_of_a_fused_optimizer_counts_no_step():
 @pytest.mark.parametrize("policy", POLICIES)
 def test_statistics_of_a_clean_window_are_kept_and_counted_once(policy):
     model = net()
-    stepper = Stepper(model, OPTIMIZERS["sgd"](model.parameters()), policy, accumulate=2)
+    stepper = Stepper(model, OPTIMIZERS["sgd"](model.parameters()), policy, accumulate=2, keep_casts=True)
     for step in range(4):
         stepper.step(lambda step=step: loss_of(model, step))
     assert model[1].num_batches_tracked == 4

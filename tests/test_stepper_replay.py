@@ -50,7 +50,8 @@ def loss_of(model, step, factor=1.0):
 def make(scale, limit=None, accumulate=4, optimizer="adamw", policy="fp16", model=None, **kwargs):
     model = Net(limit) if model is None else model
     policy = f"{policy} scale.init={scale:g}"
-    return Stepper(model, OPTIMIZERS[optimizer](model.parameters()), policy, accumulate=accumulate, **kwargs)
+    kwargs = {"accumulate": accumulate, "keep_casts": True, **kwargs}
+    return Stepper(model, OPTIMIZERS[optimizer](model.parameters()), policy, **kwargs)
 
 
 def run(stepper, factors, seed=3):

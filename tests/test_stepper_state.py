@@ -40,7 +40,8 @@ class Net(nn.Sequential):
 
 def make(policy, optimizer="adamw", seed=0, accumulate=3, **kwargs):
     model = Net(seed)
-    return Stepper(model, OPTIMIZERS[optimizer](model.parameters()), policy, accumulate=accumulate, **kwargs)
+    kwargs = {"accumulate": accumulate, "keep_casts": True, **kwargs}
+    return Stepper(model, OPTIMIZERS[optimizer](model.parameters()), policy, **kwargs)
 
 
 def micro_batch(stepper, step, bad=()):

@@ -62,6 +62,7 @@ class Walker:
             policy,
             accumulate=accumulate,
             max_norm=max_norm,
+            keep_casts=not is_calm,
         )
         self.optimizer = OPTIMIZERS[optimizer](self.model.parameters())
         self.stepper, self.is_calm = self.make(), is_calm

@@ -73,7 +73,7 @@ def test_ragged_windows_and_a_short_last_one_follow_the_float64_twin(policy, max
     model = net()
     groups, names = settings_of(optimizer, model)
     twin = PlainLoop(model, optimizer.split()[0], names, max_norm)
-    stepper = Stepper(model, OPTIMIZERS[optimizer](groups), policy, accumulate=3, max_norm=max_norm)
+    stepper = Stepper(model, OPTIMIZERS[optimizer](groups), policy, accumulate=3, max_norm=max_norm, keep_casts=True)
     draw = random.Random(4)
     batches = [[draw.randrange(40) for _ in range(draw.choice([1, 2, 5, 9]))] for _ in range(3 * 6 + 2)]
     reports = [stepper.step(lambda b=b: (loss_sum(model, b), len(b))) for b in batches] + [stepper.flush()]
@@ -93,7 +93,7 @@ def test_ragged_windows_in_16_bit_follow_it_as_far_as_16_bit_goes(policy):
     model = net()
     groups, names = settings_of("sgd", model)
     twin = PlainLoop(model, "sgd", names)
-    stepper = Stepper(model, OPTIMIZERS["sgd"](groups), policy, accumulate=2)
+    stepper = Stepper(model, OPTIMIZERS["sgd"](groups), policy, accumulate=2, keep_casts=True)
     eps = 2.0**-7 if policy == "bf16" else 2.0**-10
     for window in ([[1, 2, 3], [4]], [[5], [6, 7, 8, 9]], [[10, 11], [12]]):
         for batch in window:
@@ -124,7 +124,9 @@ def test_the_twin_itself_agrees_with_torch_in_float64():
 def train(cuts, count=len, policy="fp32", optimizer="sgd", indices=range(24), accumulate=100):
     """Weights after one window over ``indices`` cut at ``cuts``."""
     model = net()
-    stepper = Stepper(model, OPTIMIZERS[optimizer](settings_of(optimizer, model)[0]), policy, accumulate=accumulate)
+    stepper = Stepper(
+        model, OPTIMIZERS[optimizer](settings_of(optimizer, model)[0]), policy, accumulate=accumulate, keep_casts=True
+    )
     bounds = [0, *cuts, len(indices)]
     for low, high in itertools.pairwise(bounds):
         batch = list(indices)[low:high]
@@ -188,7 +190,7 @@ def test_counts_in_16_bit_add_up_exactly(dtype):
 def test_a_mean_counts_each_micro_batch_alike(policy):
     """What the mean form is: not the mean over samples, unless the micro-batches are equal."""
     model, twin = net(), net()
-    stepper = Stepper(model, torch.optim.SGD(model.parameters(), lr=0.1), policy, accumulate=2)
+    stepper = Stepper(model, torch.optim.SGD(model.parameters(), lr=0.1), policy, accumulate=2, keep_casts=True)
     stepper.step(lambda: loss_sum(model, [1]))
     report = stepper.step(lambda: loss_sum(model, [2, 3, 4]) / 3)
     loss = (loss_sum(twin, [1]) + loss_sum(twin, [2, 3, 4]) / 3) / 2
@@ -209,7 +211,7 @@ def test_the_weighting_of_means_is_documented():
 def test_a_short_last_window_weighs_what_it_holds(policy, num):
     """Divided by 4, the gradient of a last window of fewer micro-batches would be too small by num/4."""
     model, whole = net(), net()
-    short = Stepper(model, torch.optim.SGD(model.parameters(), lr=0.1), policy, accumulate=4)
+    short = Stepper(model, torch.optim.SGD(model.parameters(), lr=0.1), policy, accumulate=4, keep_casts=True)
     exact = Stepper(whole, torch.optim.SGD(whole.parameters(), lr=0.1), policy, accumulate=num)
     for i in range(num):
         assert short.step(lambda i=i: loss_sum(model, [i])) is None
@@ -256,7 +258,9 @@ def test_a_micro_batch_without_a_token_changes_nothing(empty, as_tensor, policy,
 @pytest.mark.parametrize("as_tensor", [False, True])
 def test_a_window_without_a_token_is_skipped_and_says_nothing_about_the_scale(as_tensor, policy, optimizer):
     model = net()
-    stepper = Stepper(model, OPTIMIZERS[optimizer](settings_of(optimizer, model)[0]), policy, accumulate=2)
+    stepper = Stepper(
+        model, OPTIMIZERS[optimizer](settings_of(optimizer, model)[0]), policy, accumulate=2, keep_casts=True
+    )
     scale = stepper.scale.value.item()
     before = [p.detach().clone() for p in model.parameters()]
     for _ in range(2):
