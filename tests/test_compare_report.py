@@ -7,9 +7,10 @@ import math
 
 import pytest
 
-from halfstep.compare.report import CompareReport, json_number
+from halfstep.compare.report import CompareReport
 from halfstep.compare.trial import Trial
 from halfstep.errors import HalfstepError
+from halfstep.report import json_number
 
 NAN = math.nan
 FP32 = [1.00, 1.10, 0.90, 1.05, 0.97]

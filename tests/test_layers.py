@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parent.parent / "halfstep"
 ROWS = [
     "errors",
-    "formats files",
+    "formats files report",
     "hardware events",
     "policy",
     "kernels dtypes",
@@ -19,13 +19,14 @@ ROWS = [
     "master",
     "optimizer closure",
     "region grad_scaler",
-    "inference autocast_mode",
+    "inference autocast_mode diagnosis",
     "stepper",
     "average",
     "workload",
     "workloads",
-    "source",
+    "source loop",
     "compare template doctor",
+    "explain",
     "cli",
     "__main__",
 ]

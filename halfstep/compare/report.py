@@ -16,6 +16,7 @@ from rich.text import Text
 from halfstep.compare.trial import Trial, by_policy
 from halfstep.compare.verdict import Verdict, judge, sd_lower_bound
 from halfstep.errors import HalfstepError
+from halfstep.report import json_number
 
 _STYLE = {
     "equivalent": "green",
@@ -335,10 +336,3 @@ def _peak(arm: Sequence[Trial]) -> float | None:
 def _speed(arm: Sequence[Trial]) -> float | None:
     known = [trial.samples_per_s for trial in arm if trial.samples_per_s is not None]
     return median(known) if known else None
-
-
-def json_number(value: Any) -> Any:
-    """``value`` for strict JSON, which has no word for NaN and inf: they become strings, never null and never 0."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    return value

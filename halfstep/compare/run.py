@@ -15,10 +15,11 @@ from halfstep.compare.trial import Trial
 from halfstep.errors import HalfstepError, ScaleExhausted
 from halfstep.events import StepReport
 from halfstep.hardware import detect
-from halfstep.policy import Policy, resolve
+from halfstep.loop import make_stepper, windows
+from halfstep.policy import resolve
 from halfstep.source import Source
 from halfstep.stepper import Stepper
-from halfstep.workload import Workload, num_samples, stream, to_device
+from halfstep.workload import Workload
 
 WARM_UP = 0.1
 """Share of the windows, from the start, that throughput leaves out (at least one where there are two)."""
@@ -125,32 +126,6 @@ def run_trial(
         samples_per_s=samples / seconds if samples else None,
         why=stepper.info.reason,
     )
-
-
-def make_stepper(workload: Workload, policy: str | Policy, device: str) -> Stepper:
-    """The workload's model on the device, in training mode, with its optimizer and scheduler behind a Stepper."""
-    model = workload.model.to(device).train()
-    optimizer = workload.optimizer([p for p in model.parameters() if p.requires_grad])
-    return Stepper(
-        model,
-        optimizer,
-        policy,
-        accumulate=workload.accumulate,
-        max_norm=workload.max_norm,
-        scheduler=workload.scheduler(optimizer) if workload.scheduler else None,
-    )
-
-
-def windows(workload: Workload, stepper: Stepper, steps: int) -> Iterator[tuple[StepReport, int]]:
-    """Train ``steps`` windows; yields each StepReport with the number of samples that its window held."""
-    batches = stream(workload)
-    for _ in range(steps):
-        samples, report = 0, None
-        while report is None:
-            batch = to_device(next(batches), stepper.region.device)
-            samples += num_samples(batch)
-            report = stepper.step(lambda batch=batch: workload.loss(stepper.model, batch))  # type: ignore[misc]
-        yield report, samples
 
 
 def live_mib(source: Source, policy: str, device: str) -> float:

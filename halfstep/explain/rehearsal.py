@@ -1,0 +1,103 @@
+"""Train a workload up to the step that a tool wants to look at, and capture it there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from halfstep.diagnosis.capture import Capture
+from halfstep.errors import HalfstepError, ScaleExhausted
+from halfstep.events import StepReport
+from halfstep.hardware import detect
+from halfstep.loop import make_stepper
+from halfstep.policy import Policy, auto_policy
+from halfstep.snapshot import RandomState
+from halfstep.source import Source
+from halfstep.window import Loss
+from halfstep.workload import stream, to_device
+
+
+def default_policy(device: str | None = None) -> Policy:
+    """What a tool looks at if nobody says: the policy that ``auto`` gives on a GPU, and fp16 without one."""
+    hardware = detect(device)
+    return auto_policy(hardware)[0] if hardware.kind == "cuda" else Policy("fp16")
+
+
+class Rehearsal:
+    """A run of ``source`` from ``seed`` under ``policy`` on ``device``, one micro-batch at a time.
+
+    Weights are fp32 whatever layout the policy has, so that the same step can run in every format.
+    """
+
+    def __init__(self, source: Source, policy: Policy, seed: int = 0, device: str | None = None) -> None:
+        self.source, self.seed = source, seed
+        self.workload = source(seed)
+        self.stepper = make_stepper(self.workload, replace(policy, master="fp32"), device or detect(device).kind)
+        self._batches = stream(self.workload)
+        self._random_state = RandomState(self.stepper.region.device)
+        self._window: list[tuple[RandomState, Callable[[], Loss]]] = []
+        self._scale = 1.0
+
+    @property
+    def step(self) -> int:
+        """Number of the window that is running or comes next, from 1."""
+        return self.stepper.num_steps + 1
+
+    def next_micro_batch(self) -> Callable[[], Loss]:
+        """Draw a micro-batch; its closure. It is the one that :meth:`capture` captures."""
+        batch = to_device(next(self._batches), self.stepper.region.device)
+        closure = partial(self.workload.loss, self.stepper.model, batch)
+        state = RandomState(self.stepper.region.device)
+        state.save()
+        self._window.append((state, closure))
+        self._scale = self.stepper.scale.value.item()
+        return closure
+
+    def run_window(self) -> StepReport:
+        """Train one window. What it raises leaves the micro-batch at fault to :meth:`capture`."""
+        self._window.clear()
+        report = None
+        while report is None:
+            report = self.stepper.step(self.next_micro_batch())
+        return report
+
+    def capture(self, index: int = -1, step: int | None = None, scale: float | None = None) -> Capture:
+        """The micro-batch of this place in the window, with the weights of now."""
+        state, closure = self._window[index]
+        found = RandomState(self.stepper.region.device)
+        found.save()
+        state.restore()
+        try:
+            return Capture(
+                self.stepper.model,
+                closure,
+                self.stepper.policy,
+                scale=self._scale if scale is None else scale,
+                step=self.step if step is None else step,
+            )
+        finally:
+            found.restore()
+
+
+def capture_at(
+    source: Source, policy: Policy, step: int, seed: int = 0, device: str | None = None, **options: Any
+) -> tuple[Capture, str]:
+    """The first micro-batch of window number ``step``, after training up to there, and a sentence on how it came.
+
+    A run that stops before ``step`` gives the micro-batch at which it stopped.
+    """
+    if step < 1:
+        raise HalfstepError(f"step {step}", "steps count from 1", "Use --step 1 or more.")
+    rehearsal = Rehearsal(source, policy, seed, device)
+    while rehearsal.step < step:
+        try:
+            report = rehearsal.run_window()
+        except ScaleExhausted:
+            return rehearsal.capture(), f"step {rehearsal.step}, where the loss scale was exhausted"
+        if not report.applied and not (report.scale > 1.0 and math.isfinite(report.loss)):
+            return rehearsal.capture(step=report.step), f"step {report.step}, which was not finite"
+    rehearsal.next_micro_batch()
+    return rehearsal.capture(), f"step {step}"
