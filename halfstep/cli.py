@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,6 +36,17 @@ DeviceOption = Annotated[str | None, typer.Option(metavar="DEVICE", help="cpu, c
 JsonOption = Annotated[
     str | None, typer.Option("--json", metavar="FILE", help="Write the report as JSON; - or nothing prints it instead.")
 ]
+PolicyOption = Annotated[
+    str | None,
+    typer.Option(
+        "--policy",
+        metavar="P",
+        help="What to look at: a policy or FILE.toml.",
+        show_default="auto's on a GPU, else fp16",
+    ),
+]
+SeedOption = Annotated[int, typer.Option("--seed", metavar="N", help="Seed of the run.")]
+StepOption = Annotated[int, typer.Option("--step", metavar="N", help="Train up to this step and look there.")]
 HtmlOption = Annotated[str | None, typer.Option("--html", metavar="FILE", help="Write the report as one HTML file.")]
 
 
@@ -95,27 +107,130 @@ def compare(
     source = load(workload, **({} if data is None else {"data": data}))
     steps = (source.default_steps or 100) if steps is None else steps
     seeds = (source.default_seeds or 5) if seeds is None else seeds
-    names = [name.strip() for name in policies.split(",") if name.strip()]
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
-    bar = Progress(*columns, console=console, transient=True, disable=not console.is_interactive)
-    task = bar.add_task("", total=steps * seeds * len(names))
-
-    def advance(policy: str, seed: int) -> None:
-        bar.start()  # here, so that a call that is refused shows no bar
-        bar.update(task, advance=1, description=f"seed {seed + 1} of {seeds}, {policy}")
-
-    try:
-        report, trials = run(source, names, steps, seeds, device, margin, advance)
-    finally:
-        if bar.live.is_started:
-            bar.stop()
+    names = _names(policies)
+    with _bar(steps * seeds * len(names)) as advance:
+        report, trials = run(
+            source, names, steps, seeds, device, margin, lambda p, seed: advance(f"seed {seed + 1} of {seeds}, {p}")
+        )
     if report.interrupted:
         print(f"halfstep: interrupted; the report holds the {len(trials)} trials that had ended", file=sys.stderr)
     if html_file is not None:
         write_html(report, trials, Path(html_file))
     _emit(report, json_file)
     raise typer.Exit(1 if report.found else 0)
+
+
+@app.command()
+def trace(
+    workload: WorkloadArgument,
+    policy: PolicyOption = None,
+    steps: Annotated[
+        int | None, typer.Option(metavar="N", help="Steps to run at most.", show_default="the workload's")
+    ] = None,
+    seed: SeedOption = 0,
+    device: DeviceOption = None,
+    json_file: JsonOption = None,
+    html_file: HtmlOption = None,
+) -> None:
+    """Run WORKLOAD until the first non-finite value, and say which operation made it and what mends it."""
+    source, chosen = _prepare(workload, policy, device, json_file, html_file)
+    from halfstep.explain.trace import trace as run
+
+    steps = (source.default_steps or 100) if steps is None else steps
+    with _bar(steps) as advance:
+        report = run(source, chosen, steps, seed, device, advance)
+    _finish(report, json_file, html_file)
+
+
+@app.command()
+def ranges(
+    workload: WorkloadArgument,
+    policy: PolicyOption = None,
+    step: StepOption = 5,
+    seed: SeedOption = 0,
+    device: DeviceOption = None,
+    json_file: JsonOption = None,
+    html_file: HtmlOption = None,
+) -> None:
+    """Lay what the modules of WORKLOAD compute against what each format can hold, before and after scaling."""
+    source, chosen = _prepare(workload, policy, device, json_file, html_file)
+    from halfstep.explain.ranges import ranges as run
+
+    _finish(run(source, chosen, step, seed, device), json_file, html_file)
+
+
+@app.command()
+def audit(
+    workload: WorkloadArgument,
+    policy: PolicyOption = None,
+    step: StepOption = 5,
+    seed: SeedOption = 0,
+    device: DeviceOption = None,
+    json_file: JsonOption = None,
+    html_file: HtmlOption = None,
+) -> None:
+    """Run each operation of a step of WORKLOAD again in float64, and name those that lose more than their format."""
+    source, chosen = _prepare(workload, policy, device, json_file, html_file)
+    from halfstep.explain.audit import audit as run
+
+    _finish(run(source, chosen, step, seed, device), json_file, html_file)
+
+
+@app.command()
+def diff(
+    workload: WorkloadArgument,
+    policies: Annotated[str, typer.Option(metavar="A,B", help="Two policies; A is the reference.")] = "fp32,fp16",
+    step: StepOption = 5,
+    seed: SeedOption = 0,
+    device: DeviceOption = None,
+    json_file: JsonOption = None,
+    html_file: HtmlOption = None,
+) -> None:
+    """Run one step of WORKLOAD in two policies, operation by operation, and name the first that differs too much."""
+    source, _ = _prepare(workload, None, device, json_file, html_file)
+    from halfstep.explain.diff import diff as run
+
+    _finish(run(source, _names(policies), step, seed, device), json_file, html_file)
+
+
+@app.command()
+def tune(
+    workload: WorkloadArgument,
+    policy: PolicyOption = None,
+    steps: Annotated[
+        int | None, typer.Option(metavar="N", help="Steps of a probe.", show_default="the workload's")
+    ] = None,
+    seeds: Annotated[int, typer.Option(metavar="N", help="Seeds that confirm the result.")] = 3,
+    margin: Annotated[
+        float | None, typer.Option(metavar="PCT", help="Difference that matters, in % of fp32's final loss.")
+    ] = None,
+    probes: Annotated[int | None, typer.Option(metavar="N", help="Training runs to spend at most.")] = None,
+    minutes: Annotated[float | None, typer.Option(metavar="M", help="Minutes to spend at most.")] = None,
+    policy_file: Annotated[
+        str | None, typer.Option(metavar="FILE.toml", help="The policy file to write.", show_default="WORKLOAD.toml")
+    ] = None,
+    device: DeviceOption = None,
+    json_file: JsonOption = None,
+    html_file: HtmlOption = None,
+) -> None:
+    """Search for the smallest set of modules of WORKLOAD to keep in fp32, and write the policy that does it."""
+    source, chosen = _prepare(workload, policy, device, json_file, html_file, policy_file)
+    from halfstep.explain.tune import tune as run
+
+    with _bar(probes) as advance:
+        report = run(
+            source,
+            chosen,
+            steps=steps,
+            seeds=seeds,
+            device=device,
+            max_probes=probes,
+            minutes=minutes,
+            margin_pct=margin,
+            policy_file=policy_file,
+            progress=advance,
+        )
+    _finish(report, json_file, html_file)
 
 
 @app.command()
@@ -127,6 +242,51 @@ def new(
 
     write_template(Path(file))
     print(f"wrote {file}: fill it in, then run  halfstep compare {file}:workload")
+
+
+@contextmanager
+def _bar(total: int | None) -> Iterator[Callable[[str], None]]:
+    """A progress bar on standard error of a terminal. What it gives advances it by one, with a text."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    bar = Progress(*columns, console=console, transient=True, disable=not console.is_interactive)
+    task = bar.add_task("", total=total)
+
+    def advance(text: str) -> None:
+        bar.start()  # here, so that a call that is refused shows no bar
+        bar.update(task, advance=1, description=text)
+
+    try:
+        yield advance
+    finally:
+        if bar.live.is_started:
+            bar.stop()
+
+
+def _names(policies: str) -> list[str]:
+    return [name.strip() for name in policies.split(",") if name.strip()]
+
+
+def _prepare(workload: str, policy: str | None, device: str | None, *files: str | None) -> tuple[Any, Any]:
+    """The source and the policy that a tool looks at, after refusing what would fail later."""
+    _check_writable(*files)
+    _need_torch()
+    from halfstep.explain.rehearsal import default_policy
+    from halfstep.policy import Policy
+    from halfstep.source import load
+
+    source = load(workload)
+    return source, default_policy(device) if policy is None else Policy.parse(policy)
+
+
+def _finish(report: Any, json_file: str | None, html_file: str | None) -> None:
+    """Write and print the report of a tool, and stop with the status that it means."""
+    if html_file is not None:
+        from halfstep.page import write_html
+
+        write_html(report, html_file)
+    _emit(report, json_file)
+    raise typer.Exit(1 if report.found else 0)
 
 
 def _emit(report: Any, json_file: str | None) -> None:

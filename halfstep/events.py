@@ -1,4 +1,4 @@
-"""The records that travel from the engine to whoever watches: StepReport, Overflow, Alert, RunInfo.
+"""The records that travel from the engine to whoever watches: StepReport, Overflow, Promotion, Alert, RunInfo.
 
 They hold plain numbers once read. A StepReport keeps its numbers on the device until somebody asks for one, so that a
 step which nobody looks at costs no wait for the device; nothing here imports torch.
@@ -96,6 +96,23 @@ class Overflow:
     micro_batch: int
     scale: float
     parameters: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Promotion:
+    """One module that computes in fp32 from now on, since no loss scale mends what it makes.
+
+    step: the window that it happened in. module: its qualified name. policy: the line to keep, which starts the next
+    run with what this one has become. reason: what the module made, and where.
+    """
+
+    step: int
+    module: str
+    policy: str
+    reason: str
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -6,7 +6,7 @@ A page is drawn from the same parts, by ``halfstep.page``.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from io import StringIO
 from typing import Any
@@ -50,6 +50,16 @@ class Sheet:
     closing: Sequence[str] = field(default_factory=tuple)
 
 
+@dataclass(frozen=True)
+class Figure:
+    """A chart for the page, with what it shows: a Plotly figure as plain ``data`` and ``layout``, ready for JSON."""
+
+    title: str
+    note: str
+    data: Sequence[dict[str, Any]]
+    layout: dict[str, Any]
+
+
 class Report:
     """A report gives its :meth:`sheet` and :meth:`to_dict`; how it is printed follows."""
 
@@ -64,6 +74,10 @@ class Report:
     def found(self) -> bool:
         """Whether the tool found what it looks for: exit status 1."""
         raise NotImplementedError
+
+    def figures(self) -> Mapping[str, Figure]:
+        """What the page draws, each under a short name of its own."""
+        return {}
 
     def render(self, console: Console) -> None:
         sheet = self.sheet()

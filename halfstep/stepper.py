@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,9 +25,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from halfstep.closure import NonFiniteEvaluation, needs_closure, step_by_closure
+from halfstep.diagnosis.capture import Capture, as_before
+from halfstep.diagnosis.exhaustion import can_promote, exhausted, makers_of_loss
+from halfstep.diagnosis.explainer import Explainer
 from halfstep.dtypes import LOW_DTYPES
-from halfstep.errors import HalfstepError, ScaleExhausted, and_more
-from halfstep.events import Overflow, RunInfo, StepReport
+from halfstep.errors import HalfstepError
+from halfstep.events import Overflow, Promotion, RunInfo, StepReport
 from halfstep.gradients import (
     Gradients,
     add_gradients,
@@ -43,8 +47,9 @@ from halfstep.kernels import untraced
 from halfstep.master import Masters
 from halfstep.optimizer import apply, check_optimizer, check_step, unscale
 from halfstep.policy import Policy
-from halfstep.record import Producer, find_producer
+from halfstep.record import Producer
 from halfstep.region import Region
+from halfstep.report import Report
 from halfstep.scale import CHECK_EVERY, make_scale
 from halfstep.snapshot import RandomState, RunningStatistics
 from halfstep.updates import UpdateMeter
@@ -63,9 +68,14 @@ class Stepper:
     max_norm:   clips the true gradient's global 2-norm to it.
     scheduler:  its ``step()`` is called after each applied step, and only then.
     on_applied: called with the StepReport after each applied step, and only then (an EMA belongs here).
-    sinks:      called with every StepReport, and with an Overflow each time a micro-batch is about to run again.
+    sinks:      called with every StepReport, with an Overflow each time a micro-batch is about to run again, with a
+                Promotion for each module that goes on in fp32, and with the explanation.
     keep_casts: keep the 16-bit copies of the weights over a whole window instead of casting them in each micro-batch;
                 it costs 2 bytes at the peak for each parameter that meets a 16-bit operation, see docs/region.md.
+    on_exhausted: ``stop`` or ``promote``, as the policy's setting, which it overrides; see docs/self-healing.md.
+    explain:    trace the first bad step that replay cannot mend, once, into ``stepper.explanation``. Until then a run
+                without replay reads its verdict once a window and keeps the closures of the window, and so their
+                batches, alive; see docs/self-healing.md.
     passes_closure: the optimizer evaluates the loss itself, several times a step, so that it is handed a closure; see
                 halfstep/closure.py. None finds out: LBFGS and sharpness-aware optimizers do.
 
@@ -83,8 +93,10 @@ class Stepper:
         max_norm: float | None = None,
         scheduler: Any = None,
         on_applied: Callable[[StepReport], None] | None = None,
-        sinks: Sequence[Callable[[StepReport | Overflow], None]] = (),
+        sinks: Sequence[Callable[[StepReport | Overflow | Promotion | Report], None]] = (),
         keep_casts: bool = False,
+        on_exhausted: str | None = None,
+        explain: bool = False,
         passes_closure: bool | None = None,
         hardware: Hardware | None = None,
     ) -> None:
@@ -94,6 +106,8 @@ class Stepper:
             raise HalfstepError(
                 f"max_norm={max_norm}", "a norm is clipped to a positive number", "Use None to not clip."
             )
+        if on_exhausted is not None:
+            policy = replace(Policy.parse(policy), on_exhausted=on_exhausted)
         self.region = Region(model, policy, hardware)
         check_optimizer(model, optimizer, self.policy.master)
         self._passes_closure = needs_closure(optimizer) if passes_closure is None else passes_closure
@@ -123,6 +137,7 @@ class Stepper:
         self._random_state = RandomState(self.region.device)
         self._can_replay = self.policy.on_overflow == "replay" and self.policy.scale.kind == "dynamic"
         self._unit: float | None = None
+        self._explainer = Explainer(self.policy.scale, self.region.device) if explain else None
         self._promoted: list[str] = []
         self._had_hopeless = False  # whether the micro-batch before was one that no scale mends
         self._window = Window()
@@ -136,6 +151,11 @@ class Stepper:
     def info(self) -> RunInfo:
         """The policy asked for, the one in effect, why they differ, and the device."""
         return self.region.info
+
+    @property
+    def explanation(self) -> Report | None:
+        """With ``explain=True``: why the first bad step was bad, and what mends it. None while there was none."""
+        return self._explainer.explanation if self._explainer else None
 
     # A micro-batch.
 
@@ -158,6 +178,12 @@ class Stepper:
                 f"a loop without a closure and with {type(self.optimizer).__name__}",
                 "this optimizer evaluates the loss several times a step",
                 "Use stepper.step(closure).",
+            )
+        if self._explainer:
+            raise HalfstepError(
+                "a loop without a closure and with explain=True",
+                "a bad step is explained by running it again",
+                "Use stepper.step(closure), or leave explain out.",
             )
         self._begin_micro_batch()
         return self.region
@@ -218,6 +244,8 @@ class Stepper:
         """Loss and count of one micro-batch. Its gradient is added to the sums."""
         if self._can_replay:
             return self._replay_until_finite(closure)
+        if self._explainer:
+            self._explainer.keep(closure)
         with self.region:
             loss, count = self._read_loss(closure())
         self._accumulate(loss)
@@ -281,6 +309,8 @@ class Stepper:
                 bad = nonfinite(gradients, norms)
                 window.nonfinite_share = nonfinite_share(gradients.values())
                 factor = 1.0
+                if self._explainer and (self.scale.is_exhausted() or not math.isfinite(loss_value)):
+                    self._tell(self._explainer.explain(self._capture(closure)))
                 if self.scale.is_exhausted():
                     # A batch that brought the scale all the way down may be the only one; a second in a row is not.
                     may_stop = lowered == 1.0 or self._had_hopeless
@@ -291,7 +321,7 @@ class Stepper:
                 elif math.isfinite(loss_value):
                     factor = self.scale.back_off() or 1.0
                     lowered *= factor
-                else:
+                elif not self._promote_makers_of_loss(closure):
                     # The fault is in the forward pass, which no scale mends. As above, what is not finite stays in the
                     # sums, so that the window's end skips it and lowers the scale once.
                     break
@@ -326,63 +356,54 @@ class Stepper:
         """
         if self.policy.on_exhausted == "stop" and not may_stop:
             return False
-        producer = self._find_producer(closure) if closure is not None else None
-        promotes = self.policy.on_exhausted == "promote" and producer is not None and producer.is_module
-        if promotes and producer is not None and (producer.module, "fp32") not in self.policy.modules:
-            self.region.promote(producer.module)
-            self.masters.settle(self.policy)
-            self._promoted.append(producer.module)
+        producer = None if closure is None else self._capture(closure).find_producer()
+        if self.policy.on_exhausted == "promote" and can_promote(producer, self.policy):
+            self._promote(producer, step)
             return True
         if not may_stop:
             return False
-        names = _names(self.model, bad)
+        if self._can_replay and closure is not None:
+            self._random_state.restore()
         self._drop_window()
-        who = f"; {producer}" if producer else ""
-        module = producer.module if producer else "".join(names[:1]).rpartition(".")[0]
-        if producer and not producer.is_module:
-            cure = "Mend it there, or use"
-        elif (module, "fp32") in self.policy.modules:
-            cure = f"{module} is in fp32 already: keep what it gets its input from in fp32 too, or use"
-        elif module:
-            cure = f"Keep that module in fp32 (policy '{self.policy} module:{module}=fp32'), or use"
-        else:
-            cure = "Use"
-        raise ScaleExhausted(
-            f"the loss scale at its floor of {self.policy.scale.floor:g}, step {step}",
-            f"the gradient of {and_more(names)} is still not finite{who}",
-            f"{cure} bf16 where the device has it. The weights are those of the last applied step.",
-        )
+        raise exhausted(self.policy, step, _names(self.model, bad), producer)
 
-    def _find_producer(self, closure: Callable[[], Loss]) -> Producer | None:
-        """Run the micro-batch once more, watched.
+    def _promote_makers_of_loss(self, closure: Callable[[], Loss]) -> bool:
+        """The loss is not finite, which no scale mends: promote who made it at once, if the policy does and that helps.
 
-        It leaves no gradient, and random state and statistics as it found.
+        A batch that goes on like this is not lost, and the scale does not fall for what it has no part in.
         """
+        if self.policy.on_exhausted == "stop":
+            return False
+        makers = makers_of_loss(self._capture(closure))
+        for producer in makers:
+            self._promote(producer, self.num_steps + 1)
+        return bool(makers)
 
-        def forward() -> torch.Tensor:
-            with self.region:
-                return self._read_loss(closure())[0]
+    def _promote(self, producer: Producer, step: int) -> None:
+        self.region.promote(producer.module)
+        self.masters.settle(self.policy)
+        self._promoted.append(producer.module)
+        self._tell(Promotion(step, producer.module, str(self.policy), str(producer)))
 
-        if self._can_replay:
-            self._random_state.restore()
-            self._replay_statistics.restore()
-        else:
-            self._random_state.save()
-            self._replay_statistics.save()
-        try:
-            return find_producer(self.model, forward, self._run_backward)
-        finally:
-            take_gradients(self.optimizer)
-            self._random_state.restore()
-            self._replay_statistics.restore()
+    def _capture(self, closure: Callable[[], Loss], start: RandomState | None = None) -> Capture:
+        """A micro-batch of this window as it began: with ``start``, or as the last one that could be replayed."""
+        start = start or (self._random_state if self._can_replay else None)
+        statistics = self._replay_statistics if self._can_replay else self._statistics
+        scale, unit, step = self.scale.value.item(), self._unit or 1.0, self.num_steps + 1
+        with as_before(self.model, self.region.device, start, statistics):
+            hardware = self.region.hardware
+            return Capture(self.model, closure, self.policy, scale=scale, unit=unit, step=step, hardware=hardware)
 
     def _report_overflow(self, bad: Sequence[torch.Tensor]) -> None:
         if self.sinks:
             scale = self.scale.value.item()
             names = tuple(_names(self.model, bad))
-            overflow = Overflow(self.num_steps + 1, self._window.num_micro_batches, scale, names)
+            self._tell(Overflow(self.num_steps + 1, self._window.num_micro_batches, scale, names))
+
+    def _tell(self, event: StepReport | Overflow | Promotion | Report | None) -> None:
+        if event is not None:
             for sink in self.sinks:
-                sink(overflow)
+                sink(event)
 
     # The window's end.
 
@@ -403,7 +424,6 @@ class Stepper:
         except BaseException:
             self._drop_window()
             raise
-        self.num_steps += 1
         if applied is None and needs_verdict:
             applied = verdict.found.item() == 0.0
         bad: list[torch.Tensor] = []
@@ -411,21 +431,25 @@ class Stepper:
             self._statistics.restore()
             if window.nonfinite_share is None:
                 window.nonfinite_share = nonfinite_share(gradients.values())
+            if self._explainer and not self._can_replay and verdict.overflow:
+                self._tell(self._explainer.explain_window(self._capture, verdict, self.scale))
             # In a replay an exhausted scale is noticed where it happens, in the micro-batch.
             if not is_replayed and verdict.overflow and self.scale.is_exhausted():
                 bad = nonfinite(gradients, norms_of(gradients.values())[0])
         # Update.
+        self.num_steps += 1
         self.scale.update(verdict.overflow)
         self._clear_window()
         why = partial(why_skipped, window.count)
         report = StepReport(self.num_steps, verdict.numbers.tolist, why, window.num_replays, window.nonfinite_share)
         if applied:
+            if self._explainer:
+                self._explainer.applied()
             if self.scheduler is not None:
                 self.scheduler.step()
             if self.on_applied is not None:
                 self.on_applied(report)
-        for sink in self.sinks:
-            sink(report)
+        self._tell(report)
         if bad:
             with torch.enable_grad():
                 self._promote_or_stop(closure, bad, self.num_steps)
@@ -469,11 +493,14 @@ class Stepper:
     def _needs_verdict(self, is_replayed: bool) -> bool:
         looks_at_scale = self.scale.kind == "dynamic" and (self.num_steps + 1) % CHECK_EVERY == 0 and not is_replayed
         gates = self.scheduler is not None or self.on_applied is not None
+        gates |= self._explainer is not None and self._explainer.is_waiting and not self._can_replay
         return gates or looks_at_scale or bool(self._statistics) or self._window.nonfinite_share is not None
 
     def _clear_window(self) -> None:
         take_gradients(self.optimizer)
         self._window = Window()
+        if self._explainer:
+            self._explainer.clear()
 
     def _drop_window(self) -> None:
         """Go back to where the window began."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from halfstep.compare import page
+from halfstep import page
 from halfstep.compare.page import html_page, write_html
 from halfstep.compare.report import CompareReport
 from halfstep.compare.trial import Trial

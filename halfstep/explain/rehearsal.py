@@ -8,6 +8,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
+
 from halfstep.diagnosis.capture import Capture
 from halfstep.errors import HalfstepError, ScaleExhausted
 from halfstep.events import StepReport
@@ -38,7 +40,7 @@ class Rehearsal:
         self.stepper = make_stepper(self.workload, replace(policy, master="fp32"), device or detect(device).kind)
         self._batches = stream(self.workload)
         self._random_state = RandomState(self.stepper.region.device)
-        self._window: list[tuple[RandomState, Callable[[], Loss]]] = []
+        self._window: list[tuple[RandomState, list[tuple[torch.Tensor, torch.Tensor]], Callable[[], Loss]]] = []
         self._scale = 1.0
 
     @property
@@ -52,24 +54,28 @@ class Rehearsal:
         closure = partial(self.workload.loss, self.stepper.model, batch)
         state = RandomState(self.stepper.region.device)
         state.save()
-        self._window.append((state, closure))
+        self._window.append((state, self._buffers(), closure))
         self._scale = self.stepper.scale.value.item()
         return closure
 
-    def run_window(self) -> StepReport:
-        """Train one window. What it raises leaves the micro-batch at fault to :meth:`capture`."""
+    def run_window(self, step: Callable[[Callable[[], Loss]], StepReport | None] | None = None) -> StepReport:
+        """Train one window, each micro-batch through ``step``, the stepper's own if None.
+
+        What it raises leaves the micro-batch at fault to :meth:`capture`.
+        """
         self._window.clear()
         report = None
         while report is None:
-            report = self.stepper.step(self.next_micro_batch())
+            report = (step or self.stepper.step)(self.next_micro_batch())
         return report
 
     def capture(self, index: int = -1, step: int | None = None, scale: float | None = None) -> Capture:
-        """The micro-batch of this place in the window, with the weights of now."""
-        state, closure = self._window[index]
-        found = RandomState(self.stepper.region.device)
+        """The micro-batch of this place in the window as it began, with the weights of now."""
+        state, buffers, closure = self._window[index]
+        found, buffers_now = RandomState(self.stepper.region.device), self._buffers()
         found.save()
         state.restore()
+        _put(buffers)
         try:
             return Capture(
                 self.stepper.model,
@@ -80,6 +86,18 @@ class Rehearsal:
             )
         finally:
             found.restore()
+            _put(buffers_now)
+
+    def _buffers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return [(buffer, buffer.detach().clone()) for buffer in self.stepper.model.buffers()]
+
+
+@torch.no_grad()
+def _put(buffers: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for buffer, value in buffers:
+        # Not where nothing has changed: a buffer that is an expanded view cannot be written.
+        if not torch.equal(buffer, value):
+            buffer.copy_(value)
 
 
 def capture_at(

@@ -6,8 +6,9 @@ again, a recorder costs a healthy step nothing.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable
+import weakref
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -15,7 +16,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from halfstep.record.values import Measurements, Values
+from halfstep.record.rows import Rows
+from halfstep.record.values import Measurements, Values, format_name, is_measurable
 from halfstep.record.walk import Site, Walk
 
 
@@ -85,20 +87,25 @@ class OperationRecorder:
 
     def visit(self, site: Site, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = op_name(func)
-        written = written_to(func, args, kwargs)
         if is_uninitialised(name):
             return func(*args, **kwargs)
-        read = floats(inputs_of(func, args, kwargs))
-        inputs = tuple(self._measurements.of(tensor) for tensor in read)
+        measurements = self._measurements
+        inputs = tuple([measurements.of(tensor) for tensor in floats(inputs_of(func, args, kwargs))])
         result = func(*args, **kwargs)
-        outputs = tuple(
-            self._measurements.changed(tensor) if any(tensor is w for w in written) else self._measurements.of(tensor)
-            for tensor in floats(result)
-        )
+        written = floats(written_to(func, args, kwargs))
+        for tensor in written:
+            measurements.written(tensor)
+        returned = floats(result)
+        returned += [tensor for tensor in written if not any(tensor is other for other in returned)]
+        outputs = tuple([self._output(tensor, written) for tensor in returned])
         if outputs:
             fills = any(isinstance(a, float) and a == -math.inf for a in (*args, *kwargs.values()))
             self._operations.append((site, name, inputs, outputs, fills))
         return result
+
+    def _output(self, tensor: torch.Tensor, written: list[torch.Tensor]) -> int:
+        is_written = any(tensor is other for other in written)
+        return self._measurements.changed(tensor) if is_written else self._measurements.of(tensor)
 
     def read(self) -> Record:
         """Everything recorded; waits for the device once."""
@@ -112,12 +119,16 @@ class OperationRecorder:
 
 
 class ModuleRecorder:
-    """Records what comes out of every module, forward and backward, and the gradients of its parameters."""
+    """Records what comes out of every module, forward and backward, and the gradients of its parameters.
+
+    What a checkpoint computes again is not recorded twice, but its gradients are.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self._measurements = Measurements(model)
-        self._found: list[tuple[str, str, int, str | None]] = []
+        self._rows = Rows()
+        self._found: list[tuple[str, str, torch.dtype, torch.Size, int, str | None]] = []
+        self._seen: dict[int, tuple[weakref.ref[torch.Tensor], int, int]] = {}
         self._handles: list[Any] = []
 
     def __enter__(self) -> Self:
@@ -129,39 +140,59 @@ class ModuleRecorder:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._seen.clear()
 
     def _watch(self, name: str, module: nn.Module) -> None:
-        def add(tensor: torch.Tensor, kind: str, parameter: str | None = None) -> None:
-            self._found.append((name, kind, self._measurements.of(tensor), parameter))
+        def add_gradient(gradient: torch.Tensor) -> None:
+            self._add(gradient, name, "gradient")
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
-            if torch._C._current_autograd_node() is not None:
-                return  # a checkpoint computes it again
+            is_again = torch._C._current_autograd_node() is not None  # a checkpoint computes it
             for tensor in floats(output):
-                add(tensor, "activation")
+                if not is_again:
+                    self._add(tensor, name, "activation")
                 if tensor.requires_grad and torch.is_grad_enabled():
-                    self._handles.append(tensor.register_hook(lambda gradient: add(gradient, "gradient")))
+                    self._handles.append(tensor.register_hook(add_gradient))
 
         self._handles.append(module.register_forward_hook(after))
-        for own, parameter in module.named_parameters(recurse=False):
-            if parameter.requires_grad:
+        for own, parameter in module._parameters.items():
+            if parameter is not None and parameter.requires_grad:
                 full = f"{name}.{own}" if name else own
-                hook = parameter.register_hook(lambda gradient, full=full: add(gradient, "weight gradient", full))
-                self._handles.append(hook)
+                add = functools.partial(self._add, module=name, kind="weight gradient", parameter=full)
+                self._handles.append(parameter.register_hook(add))
+
+    def _add(self, tensor: torch.Tensor, module: str, kind: str, parameter: str | None = None) -> None:
+        if not is_measurable(tensor):
+            return
+        # A container often returns what its last part did. A tensor that was changed since is another one.
+        version = 0 if tensor.is_inference() else tensor._version
+        reference, seen, row = self._seen.get(id(tensor), (None, 0, 0))
+        if reference is None or reference() is not tensor or seen != version or tensor.is_inference():
+            row = self._rows.add(tensor)
+            self._seen[id(tensor)] = weakref.ref(tensor), version, row
+        self._found.append((module, kind, tensor.dtype, tensor.shape, row, parameter))
 
     def read(self) -> Record:
         """Everything recorded; waits for the device once."""
-        values = self._measurements.read()
-        return Record(modules=tuple(ModuleValue(m, kind, values[v], name) for m, kind, v, name in self._found))
+        rows = self._rows.read()
+        return Record(
+            modules=tuple(
+                ModuleValue(module, kind, Values(format_name(dtype), tuple(shape), None, rows[row]), name)
+                for module, kind, dtype, shape, row, name in self._found
+            )
+        )
 
 
 # --- what an operation reads and writes ----------------------------------------------------------------------------
 
-_OVERWRITES = frozenset(
-    f"{name}_" for name in ("copy", "fill", "zero", "bernoulli", "uniform", "normal", "random", "exponential")
-)
+_FILLS = ("copy", "fill", "zero", "bernoulli", "uniform", "normal", "random", "exponential")
+_OVERWRITES = frozenset(f"{name}_" for name in (*_FILLS, "log_normal", "cauchy", "geometric")) | {
+    "_foreach_copy_",
+    "_foreach_zero_",
+}
 
 
+@functools.cache
 def op_name(func: Any) -> str:
     """``mm`` of ``aten.mm.default``."""
     return str(func._schema.name.partition("::")[2])
@@ -172,27 +203,44 @@ def is_uninitialised(name: str) -> bool:
     return name.startswith(("empty", "new_empty", "_empty", "resize_"))
 
 
+@functools.cache
+def _takes_values(func: Any) -> bool:
+    """Whether any values matter to an operation; some take a tensor only for its shape and format."""
+    name = op_name(func)
+    return not (name.endswith("_like") or name.startswith("new_"))
+
+
 def inputs_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """The arguments whose values matter: not an ``out=``, and not what is overwritten."""
+    """The arguments whose values matter: not an ``out=``, not what is overwritten, not what only gives a shape."""
+    if not _takes_values(func):
+        return []
     values = list(args[1:] if op_name(func) in _OVERWRITES else args)
-    return values + [value for key, value in kwargs.items() if key != "out"]
+    return values + [value for key, value in kwargs.items() if key not in _outs(func)] if kwargs else values
+
+
+@functools.cache
+def _outs(func: Any) -> frozenset[str]:
+    """Names of the arguments that take results, as ``out`` does."""
+    return frozenset(argument.name for argument in func._schema.arguments if argument.is_out)
+
+
+@functools.cache
+def _writes(func: Any) -> tuple[tuple[int, str], ...]:
+    """Places and names of the arguments that an operation writes into."""
+    return tuple((place, a.name) for place, a in enumerate(func._schema.arguments) if a.is_write)
 
 
 def written_to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """The arguments that an operation writes into."""
-    named = zip((argument for argument in func._schema.arguments), args, strict=False)
-    written = [value for argument, value in named if argument.is_write]
-    return tree_leaves(written + [kwargs[a.name] for a in func._schema.arguments if a.is_write and a.name in kwargs])
+    places = _writes(func)
+    if not places:
+        return []
+    return tree_leaves([args[place] if place < len(args) else kwargs.get(name) for place, name in places])
 
 
 def floats(values: Any) -> list[torch.Tensor]:
-    """The floating tensors in ``values``; of a subclass, whose memory may be anything, none."""
-    return [
-        leaf
-        for leaf in (values if isinstance(values, tuple | list) and _is_flat(values) else tree_leaves(values))
-        if type(leaf) in (torch.Tensor, nn.Parameter) and (leaf.is_floating_point() or leaf.is_complex())
-    ]
-
-
-def _is_flat(values: Iterable[Any]) -> bool:
-    return not any(isinstance(value, tuple | list | dict) for value in values)
+    """The floating and complex tensors in ``values``; of a subclass, whose memory may be anything, none."""
+    if isinstance(values, torch.Tensor):
+        return [values] if is_measurable(values) else []
+    is_flat = isinstance(values, tuple | list) and not any(isinstance(v, tuple | list | dict) for v in values)
+    return [leaf for leaf in (values if is_flat else tree_leaves(values)) if is_measurable(leaf)]

@@ -1,9 +1,9 @@
 """What values a tensor holds: extremes, shares of inf, NaN, zero and subnormal, and a histogram of exponents.
 
-Everything is counted exactly, on the device and without waiting for it, into one row of whole numbers that is read
-later together with all others. A 16-bit value is exact in fp32, so that one histogram serves every format: bin ``e`` is
-the biased exponent of fp32, ``2^(e-127) <= |x| < 2^(e-126)`` for e = 1 to 254. Bin 0 holds zeros and what is below
-2^-126, bin 255 inf and NaN.
+Everything is counted exactly, on the device and without waiting for it (rows.py), into one row of whole numbers that
+is read later together with all others. A 16-bit value is exact in fp32, so that one histogram serves every format: bin
+``e`` is the biased exponent of fp32, ``2^(e-127) <= |x| < 2^(e-126)`` for e = 1 to 254. Bin 0 holds zeros and what is
+below 2^-126, bin 255 inf and NaN.
 """
 
 from __future__ import annotations
@@ -18,12 +18,10 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from halfstep.formats import FORMATS
+from halfstep.record.rows import INF, NUM_BINS, Rows, is_dense
+from halfstep.record.rows import measure as measure
 
-NUM_BINS = 256
 BIAS = 127
-_INF = 0x7F800000
-_NEGATIVE_INF = 0xFF800000 - 2**32
-_NUM_COPIES = 64
 _FORMAT_OF = {format.dtype: name for name, format in FORMATS.items() if name != "tf32"}
 
 
@@ -44,7 +42,8 @@ class Values:
 
     @cached_property
     def size(self) -> int:
-        return math.prod(self.shape)
+        """How many values were counted; a complex number is two."""
+        return math.prod(self.shape) * (2 if self.format.startswith("complex") else 1)
 
     @property
     def exponents(self) -> dict[int, int]:
@@ -81,7 +80,7 @@ class Values:
     def smallest(self) -> float | None:
         """Smallest non-zero magnitude, None if there is none."""
         bits = self.row[NUM_BINS + 4]
-        return None if bits >= _INF else _float_of(bits)
+        return None if bits >= INF else _float_of(bits)
 
     @property
     def num_subnormal(self) -> int:
@@ -100,105 +99,105 @@ class Measurements:
     """Tensors measured so far, each once for what it holds at the time.
 
     A tensor is known by its storage, its place in it and its version, so that one that was saved for backward is found
-    again. A weak reference keeps the address of a storage from serving another one meanwhile.
+    again. A weak reference keeps the address of a storage from serving another one meanwhile. Views of the same values,
+    such as a transpose, are counted once: their ``row`` is one object.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        named = (*model.named_parameters(), *model.named_buffers())
-        self._names = {tensor.untyped_storage()._cdata: name for name, tensor in named}
-        self._known: dict[int, tuple[StorageWeakRef, dict[tuple[object, ...], int]]] = {}
-        self._rows: list[torch.Tensor] = []
-        self._tensors: list[tuple[str, tuple[int, ...], str | None]] = []
+        self._rows = Rows()
+        self._storages: dict[int, _Storage] = {}
+        self._tensors: list[tuple[torch.dtype, torch.Size, str | None, int]] = []
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if is_measurable(tensor):
+                start = int(tensor.storage_offset())
+                self._storage(tensor).names.append((start, start + tensor.numel(), name))
 
     def of(self, tensor: torch.Tensor) -> int:
         """The number under which ``tensor`` is measured, now or when it was seen before."""
-        places, place = self._places(tensor)
-        number = places.get(place)
+        storage, place = self._storage(tensor), _place(tensor)
+        number = storage.numbers.get(place)
         if number is None:
-            number = places[place] = self._measure(tensor)
+            number = storage.numbers[place] = self._measure(tensor, storage, place)
         return number
+
+    def written(self, tensor: torch.Tensor) -> None:
+        """An operation has just written into ``tensor``: what its memory held before is not found again."""
+        storage = self._storage(tensor)
+        storage.numbers.clear()
+        storage.rows.clear()
 
     def changed(self, tensor: torch.Tensor) -> int:
-        """As :meth:`of`, after an operation has written into ``tensor``, which raises its version only afterwards."""
-        places, (*where, version) = self._places(tensor)
-        number = places[(*where, version)] = places[(*where, version + 1)] = self._measure(tensor)
+        """As :meth:`of` after :meth:`written`. The operation raises the tensor's version only after this."""
+        number = self.of(tensor)
+        *place, version = _place(tensor)
+        self._storage(tensor).numbers[(*place, version + 1)] = number
         return number
 
-    def _places(self, tensor: torch.Tensor) -> tuple[dict[tuple[object, ...], int], tuple[Any, ...]]:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self._known:
-            self._known[storage._cdata] = (StorageWeakRef(storage), {})
-        version = 0 if tensor.is_inference() else tensor._version
-        place = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, version)
-        return self._known[storage._cdata][1], place
+    def _storage(self, tensor: torch.Tensor) -> _Storage:
+        memory = tensor.untyped_storage()
+        found = self._storages.get(memory._cdata)
+        if found is None:
+            found = self._storages[memory._cdata] = _Storage(memory)
+        return found
 
-    def _measure(self, tensor: torch.Tensor) -> int:
-        with torch.no_grad():
-            self._rows.append(measure(tensor.detach()))
-        name = self._names.get(tensor.untyped_storage()._cdata)
-        format = _FORMAT_OF.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
-        self._tensors.append((format, tuple(tensor.shape), name))
-        return len(self._rows) - 1
+    def _measure(self, tensor: torch.Tensor, storage: _Storage, place: tuple[Any, ...]) -> int:
+        # The order of the values does not count: a view that has all of them, and no others, has the same row.
+        start, shape, _, *rest = place
+        extent = (start, shape.numel(), *rest) if is_dense(tensor) else place
+        row = storage.rows.get(extent)
+        if row is None:
+            row = storage.rows[extent] = self._rows.add(tensor)
+        name = next((name for first, end, name in storage.names if first <= start < end), None)
+        self._tensors.append((tensor.dtype, shape, name, row))
+        return len(self._tensors) - 1
 
     def read(self) -> list[Values]:
         """All measured so far, by their numbers; the one time that this waits for the device."""
-        if not self._rows:
-            return []
-        rows = torch.stack(self._rows).tolist()
-        return [Values(*tensor, tuple(row)) for tensor, row in zip(self._tensors, rows, strict=True)]
+        rows = self._rows.read()
+        return [Values(format_name(dtype), tuple(shape), name, rows[row]) for dtype, shape, name, row in self._tensors]
 
 
-def measure(tensor: torch.Tensor) -> torch.Tensor:
-    """The row of :class:`Values` for a floating tensor, int64 [261], on its device."""
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    if tensor.dtype == torch.float64:
-        # What fp32 cannot hold counts at its ends, and not as inf.
-        limit = FORMATS["fp32"].max
-        tensor = torch.where(tensor.isfinite(), tensor.clamp(-limit, limit), tensor)
-    bits = tensor.float().reshape(-1).view(torch.int32)
-    magnitude = bits & 0x7FFFFFFF
-    exponents = magnitude >> 23
-    if tensor.is_cuda:
-        return _row_on_device(bits, magnitude, exponents)
-    bins = torch.bincount(exponents, minlength=NUM_BINS)
-    # Reading costs nothing on a CPU, so that what is not there need not be looked for.
-    low, high = bins[0].item() > 0, bins[NUM_BINS - 1].item() > 0
-    counts = torch.tensor(
-        [
-            bits.numel() - magnitude.count_nonzero().item() if low else 0,
-            (magnitude > _INF).count_nonzero().item() if high else 0,
-            (bits == _NEGATIVE_INF).count_nonzero().item() if high else 0,
-            _max(torch.where(magnitude < _INF, magnitude, 0) if high else magnitude),
-            _min(torch.where(magnitude > 0, magnitude, _INF) if low else magnitude),
-        ]
+class _Storage:
+    """What is known of one piece of memory: names of parameters in it by their extent, numbers of tensors, rows."""
+
+    __slots__ = ("_reference", "names", "numbers", "rows")
+
+    def __init__(self, memory: torch.UntypedStorage) -> None:
+        self._reference = StorageWeakRef(memory)
+        self.names: list[tuple[int, int, str]] = []
+        self.numbers: dict[tuple[Any, ...], int] = {}
+        self.rows: dict[tuple[Any, ...], int] = {}
+
+
+def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    dtype = tensor.dtype
+    is_negated = tensor.is_conj() if dtype.is_complex else tensor.is_neg()  # later, by who reads it
+    version = 0 if tensor.is_inference() else tensor._version
+    return tensor.storage_offset(), tensor.shape, tensor.stride(), dtype, is_negated, version
+
+
+_MEASURABLE = frozenset(
+    getattr(torch, name)
+    for name in (
+        *("float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128"),
+        *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"),
     )
-    return torch.cat([bins, counts])
+)
 
 
-def _row_on_device(bits: torch.Tensor, magnitude: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
-    """As on a CPU, without a read: bincount would wait for the device."""
-    # Few exponents are common. Copies of the bins keep the additions to one of them from queueing up.
-    copies = torch.arange(bits.numel(), device=bits.device) % _NUM_COPIES
-    bins = torch.zeros(_NUM_COPIES * NUM_BINS, dtype=torch.int64, device=bits.device)
-    bins.scatter_add_(0, copies * NUM_BINS + exponents, torch.ones_like(copies))
-    one = torch.zeros(1, dtype=torch.int32, device=bits.device)  # so that an empty tensor has extremes as well
-    counts = [
-        (magnitude == 0).sum(),
-        (magnitude > _INF).sum(),
-        (bits == _NEGATIVE_INF).sum(),
-        torch.cat([torch.where(magnitude < _INF, magnitude, 0), one]).max(),
-        torch.cat([torch.where(magnitude > 0, magnitude, _INF), one + _INF]).min(),
-    ]
-    return torch.cat([bins.view(_NUM_COPIES, NUM_BINS).sum(0), torch.stack([count.long() for count in counts])])
+def is_measurable(value: Any) -> bool:
+    """Whether a value is a tensor of numbers that lie in memory; of a subclass, whose memory may be anything, not."""
+    return (
+        type(value) in (torch.Tensor, torch.nn.Parameter)
+        and value.dtype in _MEASURABLE
+        and value.layout == torch.strided
+        and value.device.type != "meta"
+    )
 
 
-def _max(magnitude: torch.Tensor) -> int:
-    return int(magnitude.max()) if magnitude.numel() else 0
-
-
-def _min(magnitude: torch.Tensor) -> int:
-    return int(magnitude.min()) if magnitude.numel() else _INF
+def format_name(dtype: torch.dtype) -> str:
+    """Name of the number format of a dtype, or of the dtype where it is none of ours."""
+    return _FORMAT_OF.get(dtype, str(dtype).removeprefix("torch."))
 
 
 def _float_of(bits: int) -> float:

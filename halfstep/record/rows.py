@@ -1,0 +1,259 @@
+"""Counting what tensors hold, exactly: one row of whole numbers for each.
+
+A row is a histogram of exponents with a few counts and extremes, as :class:`halfstep.record.values.Values` says. It is
+taken from the bits of fp32, in which every 16-bit value is exact. Three ways give the same rows: one large tensor on a
+CPU, many small ones at once, and both without a read, for a device that one would have to wait for.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import numpy
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from halfstep.formats import FORMATS
+
+NUM_BINS = 256
+WIDTH = NUM_BINS + 5
+INF = 0x7F800000
+"""The bits of infinity in fp32; the magnitude of a NaN has larger ones."""
+_MAGNITUDE = 0x7FFFFFFF
+_NEGATIVE_INF = 0xFF800000 - 2**32
+
+SMALL = 2**13
+"""Tensors of fewer values are copied and counted together: alone, each would cost as much as 20,000 values do."""
+ROOM = 2**16
+"""How many values may wait for that on one device: 256 KiB of copies."""
+PIECE = 2**16
+"""A large tensor is counted in pieces of so many values. That bounds the memory that counting takes: 9 MiB on a CPU, 64
+MiB on another device, whose histogram needs indices of 8 bytes."""
+_NUM_COPIES = 64
+
+
+class Rows:
+    """The rows of the tensors added so far, each for what it held at that moment."""
+
+    def __init__(self) -> None:
+        self._num_rows = 0
+        self._counted: list[tuple[list[int], torch.Tensor]] = []
+        self._waiting: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
+        self._num_waiting = 0
+
+    def add(self, tensor: torch.Tensor) -> int:
+        """Count a floating or complex tensor, or keep a copy of a small one to be counted later. Its row's number."""
+        number, size = self._num_rows, tensor.numel()
+        self._num_rows += 1
+        with _unseen():
+            if tensor.requires_grad:
+                tensor = tensor.detach()
+            if size == 0 or size >= SMALL:
+                self._counted.append(([number], measure(tensor)[None]))
+            else:
+                self._waiting.setdefault(tensor.device, []).append((number, _copy(tensor)))
+                self._num_waiting += size
+                if self._num_waiting > ROOM:
+                    self._count_waiting()
+        return number
+
+    def _count_waiting(self) -> None:
+        for device, waiting in self._waiting.items():
+            copies = [copy.reshape(-1) for _, copy in waiting]
+            count = rows_on_cpu if device.type == "cpu" else rows_without_read
+            rows = count(torch.cat(copies), [copy.numel() for copy in copies])
+            self._counted.append(([number for number, _ in waiting], rows))
+        self._waiting.clear()
+        self._num_waiting = 0
+
+    def read(self) -> list[tuple[int, ...]]:
+        """All rows by their numbers; waits once for each device."""
+        with _unseen():
+            self._count_waiting()
+            rows: list[tuple[int, ...]] = [()] * self._num_rows
+            by_device: dict[torch.device, list[tuple[list[int], torch.Tensor]]] = {}
+            for numbers, counted in self._counted:
+                by_device.setdefault(counted.device, []).append((numbers, counted))
+            for parts in by_device.values():
+                numbers = [number for numbers, _ in parts for number in numbers]
+                for number, row in zip(numbers, torch.cat([part for _, part in parts]).tolist(), strict=True):
+                    rows[number] = tuple(row)
+        return rows
+
+
+def _unseen() -> Any:
+    """Modes of others, such as another recorder that is open, do not see what counting does."""
+    by_function = torch._C.DisableTorchFunction()
+    if not torch._C._len_torch_dispatch_stack():
+        return by_function
+    stack = ExitStack()
+    stack.enter_context(by_function)
+    stack.enter_context(_disable_current_modes())
+    return stack
+
+
+# --- from a tensor to flat fp32 ------------------------------------------------------------------------------------
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """The values of a tensor in fp32, in memory of their own."""
+    if tensor.dtype == torch.float32 and not tensor.is_neg():
+        return tensor.clone()
+    values = _narrow(_real(tensor))
+    return (
+        values.clone() if values.dtype == torch.float32 and values.data_ptr() == tensor.data_ptr() else values.float()
+    )
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    """A complex number is two values; what torch would negate or conjugate later, it does now."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor.resolve_neg()
+
+
+def _narrow(values: torch.Tensor) -> torch.Tensor:
+    """fp64 rounded to fp32. What fp32 cannot hold counts at its ends, and not as zero or inf."""
+    if values.dtype != torch.float64:
+        return values
+    limit = FORMATS["fp32"].max
+    narrow = torch.where(values.isfinite(), values.clamp(-limit, limit), values).float()
+    is_lost = (narrow.view(torch.int32) & _MAGNITUDE == 0) & (values != 0)
+    return torch.where(is_lost, FORMATS["fp32"].smallest_subnormal, narrow)
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's values fill a stretch of memory, each of them once, in whatever order."""
+    if tensor.is_contiguous():
+        return True
+    filled = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride != filled:
+                return False
+            filled *= size
+    return True
+
+
+def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The values of a tensor, flat, PIECE at a time, in any order: 16 bit as it is, the rest in fp32."""
+    values = _real(tensor)
+    if is_dense(values) and not values.is_contiguous():
+        values = values.as_strided((values.numel(),), (1,))  # a transposed tensor need not be copied
+    for piece in values.reshape(-1).split(PIECE):
+        piece = _narrow(piece)
+        yield piece if piece.dtype in (torch.float16, torch.bfloat16) else piece.float()
+
+
+# --- from flat values to rows --------------------------------------------------------------------------------------
+
+
+def measure(tensor: torch.Tensor) -> torch.Tensor:
+    """The row of a floating or complex tensor of any size, int64 [WIDTH], on its device."""
+    if tensor.device.type == "cpu":
+        return _measure_on_cpu(tensor)
+    if not tensor.numel():
+        return torch.tensor([0] * (WIDTH - 1) + [INF], device=tensor.device)
+    rows = torch.cat([rows_without_read(piece, [piece.numel()]) for piece in _pieces(tensor)])
+    return torch.cat([rows[:, :-2].sum(0), rows[:, -2].amax(0, True), rows[:, -1].amin(0, True)])
+
+
+def _measure_on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    """The least work for each value. Reading costs nothing here, so what is not there is not looked for."""
+    row = numpy.zeros(WIDTH, dtype=numpy.int64)
+    row[-1] = INF
+    for values in _pieces(tensor) if tensor.numel() else ():
+        wide, magnitude, byte = (buffer[: values.numel()] for buffer in _buffers())
+        if values.dtype != torch.float32:
+            values = torch.from_numpy(wide).copy_(values)
+        bits = values.numpy().view(numpy.int32)
+        whole = bits.view(numpy.uint32)
+        # With the sign as the highest bit, negative values come first as signed and last as unsigned numbers, and in
+        # both orders their magnitudes grow.
+        high = max(int(bits.max()), int(whole.max()) - 2**31)
+        low = min(int(whole.min()), int(bits.min()) + 2**31)
+        if high >= INF or low == 0:
+            numpy.bitwise_and(bits, _MAGNITUDE, out=magnitude)
+        if high >= INF:
+            row[NUM_BINS + 1] += numpy.count_nonzero(magnitude > INF)
+            row[NUM_BINS + 2] += numpy.count_nonzero(bits == _NEGATIVE_INF)
+            high = int(numpy.where(magnitude < INF, magnitude, 0).max())
+        if low == 0:
+            row[NUM_BINS] += len(bits) - numpy.count_nonzero(magnitude)
+            magnitude -= 1  # zero becomes the largest
+            low = int(magnitude.view(numpy.uint32).min()) + 1
+        # torch's bincount takes bytes, in half the time of wider numbers; the sign is beyond the byte.
+        numpy.right_shift(bits, 23, out=byte, casting="unsafe")
+        row[:NUM_BINS] += torch.bincount(torch.from_numpy(byte), minlength=NUM_BINS).numpy()
+        row[-2], row[-1] = max(row[-2], high), min(row[-1], low)
+    return torch.from_numpy(row)
+
+
+@functools.cache
+def _buffers() -> tuple[Any, ...]:
+    """Memory in which large tensors are counted: fresh memory would cost more than the counting, in page faults."""
+    return tuple(numpy.empty(PIECE, dtype=dtype) for dtype in ("float32", "int32", "uint8"))
+
+
+def rows_on_cpu(values: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+    """Of several tensors at once, their values one after the other: int64 [len(lengths), WIDTH].
+
+    values: fp32, flat. lengths: how many are of which tensor, none 0.
+    """
+    bits = values.numpy().view(numpy.int32)
+    magnitude = bits & _MAGNITUDE
+    num_rows, sizes = len(lengths), numpy.array(lengths)
+    starts = sizes.cumsum() - sizes
+    keys = numpy.repeat(numpy.arange(0, num_rows * NUM_BINS, NUM_BINS), sizes)
+    keys += magnitude >> 23
+    rows = numpy.zeros((num_rows, WIDTH), dtype=numpy.int64)
+    rows[:, :NUM_BINS] = numpy.bincount(keys, minlength=num_rows * NUM_BINS).reshape(num_rows, NUM_BINS)
+
+    def count(is_one: Any) -> Any:
+        return numpy.add.reduceat(is_one, starts, dtype=numpy.int64)
+
+    finite = magnitude
+    if rows[:, NUM_BINS - 1].any():
+        rows[:, NUM_BINS + 1] = count(magnitude > INF)
+        rows[:, NUM_BINS + 2] = count(bits == _NEGATIVE_INF)
+        finite = numpy.where(magnitude < INF, magnitude, 0)
+    rows[:, -2] = numpy.maximum.reduceat(finite, starts)
+    if rows[:, 0].any():
+        rows[:, NUM_BINS] = count(magnitude == 0)
+        magnitude[magnitude == 0] = INF
+    rows[:, -1] = numpy.minimum(numpy.minimum.reduceat(magnitude, starts), INF)
+    return torch.from_numpy(rows)
+
+
+def rows_without_read(values: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+    """As :func:`rows_on_cpu`, in torch and without waiting for the device, as bincount would. 16 bit is taken too."""
+    device, num_rows = values.device, len(lengths)
+    bits = values.float().view(torch.int32)
+    magnitude = bits & _MAGNITUDE
+    # Zeros, NaNs and negative infinities have bins of their own, so that one histogram counts everything.
+    bins = torch.where(magnitude == 0, NUM_BINS, magnitude >> 23)
+    bins = torch.where(magnitude > INF, NUM_BINS + 1, bins)
+    bins = torch.where(bits == _NEGATIVE_INF, NUM_BINS + 2, bins)
+    # Few exponents are common. Copies of the bins keep the additions to one of them from queueing up.
+    num_copies, num_bins = max(1, _NUM_COPIES // num_rows), NUM_BINS + 3
+    index = torch.arange(bits.numel(), device=device) % num_copies * (num_rows * num_bins) + bins
+    finite = torch.where(magnitude < INF, magnitude, 0)
+    not_zero = torch.where(magnitude > 0, magnitude, INF)
+    if num_rows == 1:
+        largest, smallest = finite.amax(0, True), not_zero.amin(0, True)
+    else:
+        sizes = torch.tensor(lengths).to(device, non_blocking=True)
+        segments = torch.arange(num_rows, device=device).repeat_interleave(sizes, output_size=bits.numel())
+        index += segments * num_bins
+        start = torch.zeros(num_rows, dtype=torch.int32, device=device)
+        largest = start.scatter_reduce(0, segments, finite, "amax")
+        smallest = (start + INF).scatter_reduce(0, segments, not_zero, "amin")
+    counts = torch.zeros(num_copies * num_rows * num_bins, dtype=torch.int64, device=device)
+    counts.scatter_add_(0, index, torch.ones_like(index))
+    counts = counts.view(num_copies, num_rows, num_bins).sum(0)
+    histogram, (zeros, nans, negative) = counts[:, :NUM_BINS], counts[:, NUM_BINS:].unbind(1)
+    histogram[:, 0] += zeros
+    histogram[:, -1] += nans + negative
+    extremes = torch.stack([largest, smallest.clamp(max=INF)], 1)
+    return torch.cat([histogram, torch.stack([zeros, nans, negative], 1), extremes], 1)
