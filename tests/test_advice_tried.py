@@ -12,6 +12,7 @@ from torch import nn
 
 from halfstep.diagnosis.advice import DOES_NOT, MENDS, NOT_TRIED, Advice, advice_table, advise, try_policies
 from halfstep.diagnosis.capture import Capture
+from halfstep.diagnosis.intervention import Intervention, away_from_zero, clamped, in_fp32
 from halfstep.errors import HalfstepError
 from halfstep.policy import Policy
 from halfstep.record import Producer
@@ -110,15 +111,29 @@ def test_a_cast_that_overflows_is_clamped_before_it():
     assert result_of(advice, "keep fault in fp32") == MENDS
 
 
-def test_a_module_that_is_in_fp32_already_gets_what_feeds_it():
-    """The gradient is finite in ``fault``, and beyond fp16 where the layer before takes it."""
-    fault = lambda x: x * 2.0**20 * 2.0**-40  # noqa: E731
-    model = Step(fault)
-    model.body = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
-    model.forward = lambda x: model.head(model.fault(model.body(x) * 2.0**-20)) * 2.0**20
-    advice = advice_of(model, "fp16 scale.init=1")
-    texts = [a.text for a in advice if a.text.startswith("keep")]
-    assert all("head" in t or "fault" in t or "body" in t for t in texts)
+class Hot(nn.Module):
+    """The gradient of what goes into ``hot`` is beyond fp16, and finite again after the product with 2^-13."""
+
+    def __init__(self):
+        super().__init__()
+        torch.default_generator.manual_seed(0)
+        self.body = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+        self.hot, self.head = nn.Linear(8, 8, bias=False), nn.Linear(8, 1)
+        with torch.no_grad():
+            self.hot.weight.fill_(2.0**13)
+            self.head.weight.fill_(1.0)
+
+    def forward(self, x):
+        return self.head(self.hot(self.body(x) * 2.0**-13))
+
+
+@pytest.mark.parametrize("rule", ["", "module:hot=fp32 "])
+def test_what_feeds_a_module_is_kept_in_fp32_where_the_module_alone_is_not_enough(rule):
+    """In fp32 its gradient is finite, and beyond fp16 again where it is handed back."""
+    advice = advice_of(Hot(), f"fp16 {rule}scale.init=1", loss=lambda m: (m(X).float() - 10).square().sum())
+    rules = [(a.text, a.result) for a in advice if a.text.startswith("keep")]
+    alone = [] if rule else [("keep hot in fp32", DOES_NOT)]
+    assert rules == [*alone, (f"keep {'' if rule else 'hot and '}body.1 in fp32", MENDS)]
 
 
 def test_who_makes_it_next_is_kept_in_fp32_as_well():
@@ -345,6 +360,39 @@ def test_an_update_that_fails_gets_a_larger_eps(enough, result, text):
     assert advise(Capture(model, lambda: mean(model), Policy("fp16")), producer, update) == (
         Advice(text, None, result),
     )
+
+
+# --- edits ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_call_that_works_in_place_is_edited_in_place():
+    """Nobody may look at what it returns."""
+    values = torch.tensor([0.0, 4.0])
+    assert away_from_zero(0, 0.25)(torch.Tensor.sqrt_, (values,), {}) is values
+    assert torch.equal(values, torch.tensor([0.5, 2.0]))
+    assert clamped(1.0)(torch.Tensor.mul_, (values, -3.0), {}) is values
+    assert torch.equal(values, torch.tensor([-1.0, -1.0]))
+    half = torch.tensor([300.0]).half()
+    assert in_fp32("cpu")(torch.Tensor.mul_, (half, 200.0), {}) is half
+    assert half.item() == 60000.0
+    assert clamped(2.0, goes_in=True)(torch.Tensor.mul_, (half, 3.0), {}) is half
+    assert half.item() == 6.0
+
+
+def test_only_the_call_of_the_module_is_edited_where_several_share_a_line():
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)])
+    line = inspect.currentframe().f_lineno + 3
+    edit = Intervention(model, Producer("1", "forward", "inf", "addmm", "linear", __file__, line), clamped(0.0))
+    with edit:
+        model(X)
+    assert edit.num_changed == 1
+    assert all(not module._forward_hooks and not module._forward_pre_hooks for module in model)
+
+
+def test_what_is_kept_away_from_zero_keeps_its_sign():
+    values = torch.tensor([0.0, -0.0, 1e-9, -1e-9, 2.0, -2.0])
+    moved = away_from_zero(1, 0.5)(torch.div, (torch.ones(6), values), {})
+    assert torch.equal(moved, 1 / torch.tensor([0.5, 0.5, 0.5, -0.5, 2.0, -2.0]))
 
 
 # --- the pieces ----------------------------------------------------------------------------------------------------

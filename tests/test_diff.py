@@ -140,6 +140,13 @@ def running_sum(x):
     return x + total[:, None] / 100
 
 
+def cast_sum(x):
+    total = torch.full_like(x[:, 0], 8.0)
+    for _ in range(300):
+        total = (total.float() + 0.003).to(x.dtype)  # cast_sum
+    return x + total[:, None] / 100
+
+
 def tiny(x):
     return (x * 1e-5) * (x * 1e-5) * 1e8  # tiny
 
@@ -173,6 +180,7 @@ def planted(function):
         (shift, "fp16", "sub"),
         (running_sum, "bf16", "add"),
         (running_sum, "fp16", "add"),
+        (cast_sum, "bf16", "add"),
         (product, "fp16", "mul"),
         (epsilon, "fp16", "div"),
         (tiny, "fp16", "mul"),

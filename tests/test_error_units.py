@@ -1,4 +1,4 @@
-"""Units of error: what one rounding costs, in every format, and the table that tells a faulty product from a right one."""
+"""Units of error: what one rounding costs in every format, and the figures that tell a faulty product from a right one."""
 
 import math
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from reference.audit_nets import low_product
 
-from halfstep.explain.error import difference, in_units, is_finite, relative, scale_of, stored_format, unit_of, widen
+from halfstep.explain.error import difference, in_units, largest, relative, scale_of, stored_format, unit_of, widen
 from halfstep.formats import FORMATS
 
 LOW = ["bf16", "fp16"]
@@ -14,7 +14,7 @@ DOUBLE = torch.float64
 
 
 def units(value, exact, name="fp16", scale=None):
-    return in_units(difference(value, exact), FORMATS[name], scale_of(exact) if scale is None else scale).item()
+    return in_units(difference(value, exact), FORMATS[name], scale_of(exact) if scale is None else scale)
 
 
 @pytest.mark.parametrize(("name", "u"), [("bf16", 2**-8), ("fp16", 2**-11), ("tf32", 2**-11), ("fp32", 2**-24)])
@@ -37,7 +37,7 @@ def test_one_rounding_costs_at_most_one_unit_and_almost_all_of_it(name):
     between = 1 + steps + format.eps / 2 * (1 - 1e-9)
     for scale in (1.0, 2.0**-10, 2.0**10):
         exact = between * scale
-        elementwise = in_units(difference(exact.to(format.dtype), exact), format, exact.abs()).item()
+        elementwise = in_units(difference(exact.to(format.dtype), exact), format, exact.abs())
         assert 0.99 < elementwise <= 1.0
         assert units(exact.to(format.dtype), exact, name) <= 1.0
 
@@ -56,21 +56,21 @@ def test_what_is_not_finite_counts_where_one_alone_is():
     assert difference(value, torch.tensor([1.0, inf, 0.0, nan])).tolist() == [inf] * 4
     assert units(torch.tensor([inf, 1.0]), torch.tensor([inf, 1.0], dtype=DOUBLE)) == 0.0
     assert units(torch.tensor([inf, 1.0]), torch.tensor([5.0, 1.0], dtype=DOUBLE)) == inf
-    assert scale_of(value).item() == 1.0
-    assert not is_finite(value)
-    assert is_finite(torch.ones(3))
+    assert scale_of(value) == 1.0
+    assert math.isnan(largest(value))
+    assert largest(value[:2]) == inf
+    assert scale_of(value[:3]) == 0.0
 
 
 def test_nothing_is_zero_away():
     empty = torch.zeros(0, 3)
     assert units(empty, widen(empty)) == 0.0
-    assert is_finite(empty)
-    assert relative(difference(empty, empty), scale_of(empty)).item() == 0.0
+    assert relative(largest(difference(empty, empty)), scale_of(empty)) == 0.0
     assert units(torch.zeros(2), torch.zeros(2, dtype=DOUBLE)) == 0.0
 
 
 def test_relative_is_infinite_beside_an_exact_zero():
-    assert relative(torch.tensor([1e-3], dtype=DOUBLE), torch.zeros((), dtype=DOUBLE)).item() == math.inf
+    assert relative(1e-3, 0.0) == math.inf
 
 
 def test_a_copy_in_float64_is_never_the_same_memory():
@@ -85,13 +85,16 @@ def test_a_copy_in_float64_is_never_the_same_memory():
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", LOW)
 def test_a_right_product_reads_a_fifth_and_one_that_adds_up_in_16_bit_three(name, seed):
-    """Normal numbers, K = 1024. Near a fifth: half an ulp of the largest of 65,536 results, 4 x sqrt(K), over 2K / pi."""
+    """Normal numbers, K = 1024. The worst of 65,536 results is near 4 sqrt(K) = 128, |A||B| near 2K / pi = 652.
+
+    So half an ulp, 2^-5 in fp16 below 128 and 2^-4 above, is 0.10 or 0.20 units of 2^-11 x 652.
+    """
     generator = torch.Generator().manual_seed(seed)
     format = FORMATS[name]
     a = torch.randn(256, 1024, generator=generator).to(format.dtype)
     b = torch.randn(1024, 256, generator=generator).to(format.dtype)
     right = (a.float() @ b.float()).to(format.dtype)
     exact, magnitude = widen(a) @ widen(b), widen(a).abs() @ widen(b).abs()
-    assert units(right, exact, name, magnitude) == pytest.approx(0.2, abs=0.05)
+    assert units(right, exact, name, magnitude) == pytest.approx(0.15, abs=0.08)
     faulty = low_product(a[:32], b[:, :32])
     assert 2.0 < units(faulty, exact[:32, :32], name, magnitude[:32, :32]) < 6.0

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent / "halfstep"
 ROWS = [
     "errors",
     "formats files report",
-    "hardware events",
+    "hardware events page",
     "policy",
     "kernels dtypes",
     "oplist cpu16 scale record snapshot gradients layouts states weights fast_path",
@@ -31,7 +31,7 @@ ROWS = [
     "__main__",
 ]
 RANK = {name: rank for rank, row in enumerate(ROWS) for name in row.split()}
-TORCH_FREE = {"errors", "formats", "files", "events", "hardware", "policy", "doctor", "template", "cli", "__main__"}
+TORCH_FREE = {"errors", "formats", "files", "report", "page", "events", "hardware", "policy", "doctor", "template", "cli", "__main__"}
 
 
 def part_of(path):

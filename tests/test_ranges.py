@@ -19,8 +19,13 @@ from halfstep.explain.ranges import ranges, ranges_of, scale_for
 from halfstep.policy import Policy
 from halfstep.source import Source
 
-pytestmark = pytest.mark.usefixtures("kernels_stay")
+pytestmark = pytest.mark.usefixtures("kernels_stay", "_seeded")
 PLAIN = "fp16 scale=none"
+
+
+@pytest.fixture
+def _seeded():
+    torch.default_generator.manual_seed(0)
 
 
 def sgd(parameters):
@@ -116,6 +121,14 @@ def test_a_flush_is_found_where_it_holds_a_part_of_the_sum():
     assert "gradient of 0 to zero at a loss scale of 1." in report.headline
 
 
+def test_the_sentence_names_the_part_and_not_what_only_hands_it_on():
+    gradient = 1e-8 * torch.randn(200, 10)
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 10)))
+    report = ranges_of(captured(model, lambda m: (m(torch.ones(200, 4)).float() * gradient).sum()))
+    assert row(report, "", "gradient").flushes
+    assert " of 0.0 to zero at a loss scale of 1." in report.headline
+
+
 def test_noise_that_is_flushed_is_not_found():
     """Half of the values are rounding noise, as in the bias of a key projection: none of the sum."""
     gradient = torch.cat([1e-9 * torch.randn(50, 10), 1e-2 * torch.randn(50, 10)])
@@ -168,12 +181,13 @@ def test_what_leaves_the_run_not_finite_mends_nothing():
 
     def loss(model):
         out = model[0](torch.ones(200, 4))
-        return (out.float() * gradient).sum() + 1e-30 * model[1]["inside"](out).float().mean()
+        return (out.float() * gradient).sum() + model[1]["inside"](out.detach()).float().mean()
 
     report = ranges_of(captured(model, loss))
     assert row(report, "0", "gradient").flushes
-    results = {advice.text.split()[0]: advice.result for advice in report.advice}
-    assert results == {"raise": "does not", "keep": "does not", "use": "mends it"}
+    results = [(advice.text.split()[0], advice.result) for advice in report.advice]
+    # In fp32 it hands fp32 on, in which the other one computes as well.
+    assert results == [("raise", "does not"), ("keep", "mends it"), ("use", "not tried")]
 
 
 class Inside(nn.Module):
@@ -189,6 +203,7 @@ class Loud(nn.Module):
         self.loud, self.after = nn.Linear(4, 4), nn.Linear(4, 1)
         with torch.no_grad():
             self.loud.weight.fill_(2e4)
+            self.after.weight.fill_(1e-3)
 
     def forward(self, x):
         return self.after(self.loud(x)) * 1e-6
@@ -294,7 +309,7 @@ def test_a_module_in_fp32_loses_nothing_but_what_a_cast_reads():
     first, second = row(report, "0", "gradient"), row(report, "1", "gradient")
     assert (first.format, first.meets, first.zero_pct, first.best_scale) == ("fp32", False, 0.0, 1.0)
     assert (second.format, second.meets) == ("fp16", True)
-    assert second.zero_pct > 99
+    assert second.zero_pct > 95
     report = mixed("fp16 module:norm=fp32 module:lin=fp32")
     assert not any(r.meets for r in report.modules if r.module in ("norm", "lin"))
     assert row(mixed("fp16 module:norm=fp32"), "norm", "gradient").format == "fp16"  # the linear layer casts it

@@ -98,7 +98,7 @@ def test_what_a_foreign_kernel_writes_is_what_it_is():
         memory.numpy()[:] = 7.0
         return memory + x
 
-    shadow, result = shadow_after(step, X)
+    shadow, _ = shadow_after(step, X)
     torch.testing.assert_close(shadow, X.double() + 7, rtol=1e-15, atol=0)
 
 

@@ -100,6 +100,52 @@ def test_a_fault_of_the_backward_pass_behind_a_mask_is_found(name):
     assert (producer.module, producer.phase, producer.kind, producer.op) == ("fault", "backward", "inf", "reciprocal")
 
 
+class TimesMask(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(torch.full_like(x, -math.inf))
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return (gradient.abs() + 1) * ctx.saved_tensors[0]
+
+
+def test_a_gradient_times_a_mask_is_a_fault():
+    class Wrong(nn.Module):
+        def forward(self, x):
+            return TimesMask.apply(x)
+
+    torch.manual_seed(0)
+    model = After(nn.Linear(WIDTH, WIDTH), Wrong())
+    seen = examined(model, sequences()[0], "fp32")
+    producer = seen.fault.producer
+    assert (producer.module, producer.phase, producer.kind, producer.op) == ("fault", "backward", "inf", "mul")
+    assert seen.fault.origin.op == "full_like"
+
+
+class CopiesFirst(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(torch.full_like(x, math.inf))
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.saved_tensors[0].clone()
+        return gradient.sub(gradient).reciprocal()
+
+
+def test_a_copy_of_what_the_forward_pass_did_not_mind_is_no_fault_of_the_backward_pass():
+    class Wrong(nn.Module):
+        def forward(self, x):
+            return CopiesFirst.apply(x)
+
+    torch.manual_seed(0)
+    producer = examined(After(nn.Linear(WIDTH, WIDTH), Wrong()), sequences()[0], "fp32").fault.producer
+    assert (producer.module, producer.phase, producer.op) == ("fault", "backward", "reciprocal")
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_row_in_which_all_is_masked_is_the_fault_of_its_softmax_and_says_where_the_mask_is(policy):
     def all_masked(scores, hidden):
@@ -144,6 +190,7 @@ def test_zero_times_a_mask_is_a_fault():
         (lambda x: (x - x).log(), "log"),
         (lambda x: -(x * 1000.0) * 100.0, "mul"),
         (lambda x: (x.float() * -1e5).half(), "_to_copy"),
+        (lambda x: -(x.float() ** 20).half(), "_to_copy"),  # far beyond, and all the way there
         (lambda x: x - 60000.0 - x * 6000.0, "sub"),
     ],
 )
@@ -225,6 +272,52 @@ def test_largest_distances_are_filled_with_inf_and_another_fault_is_found():
     model.bad = True
     producer = examined(model, torch.randn(6, WIDTH), "fp32").fault.producer
     assert (producer.op, producer.kind) == ("sqrt", "nan")
+
+
+class Poles(nn.Module):
+    """Infinities at a zero, which the next operation leaves behind."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.linear, self.kind = nn.Linear(WIDTH, WIDTH), kind
+
+    def forward(self, x):
+        h = self.linear(x).relu().float()
+        if self.kind == "log":
+            return torch.where(h > 0, h.log(), 0.0)
+        if self.kind == "reciprocal":
+            return (1 / h).clamp(max=10.0)
+        transitions = (torch.eye(WIDTH) + torch.eye(WIDTH).roll(1, 0)).clamp(max=1.0).log()
+        return (self.linear(x).float().unsqueeze(-1) + transitions).logsumexp(-2)
+
+
+@pytest.mark.parametrize("kind", ["log", "reciprocal", "chain"])
+def test_a_pole_that_is_left_behind_does_not_hide_a_fault(kind):
+    torch.manual_seed(0)
+    producer = examined(After(Poles(kind), NoRoot()), torch.randn(8, WIDTH), "fp32").fault.producer
+    assert (producer.module, producer.phase, producer.kind, producer.op) == ("fault", "forward", "nan", "sqrt")
+
+
+def test_a_pole_that_reaches_the_loss_is_the_fault():
+    class Log(nn.Module):
+        def forward(self, x):
+            return x.relu().log()
+
+    torch.manual_seed(0)
+    producer = examined(After(nn.Linear(WIDTH, WIDTH), Log()), torch.randn(8, WIDTH), "fp32").fault.producer
+    assert (producer.module, producer.kind, producer.op) == ("fault", "inf", "log")
+
+
+def test_the_notes_of_an_operation_to_its_own_backward_are_no_fault():
+    """The forward variables of a CTC loss are -inf where no path leads."""
+
+    def loss(out):
+        letters, lengths = torch.tensor([[1, 2, 3]]), (torch.tensor([8]), torch.tensor([3]))
+        return NoRoot()(nn.functional.ctc_loss(out.float().log_softmax(-1).unsqueeze(1), letters, *lengths))
+
+    torch.manual_seed(0)
+    producer = examined(nn.Linear(WIDTH, WIDTH), torch.randn(8, WIDTH), "bf16", loss).fault.producer
+    assert (producer.module, producer.kind, producer.op) == (LOSS, "nan", "sqrt")
 
 
 def test_whole_runs_over_masks_find_nothing():

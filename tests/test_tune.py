@@ -246,6 +246,19 @@ def test_an_overflow_that_no_rule_reaches_is_named_by_its_line(bare, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_fault_that_no_rule_reaches_and_another_seed_shows(bare):
+    def build(seed):
+        def loss(model, batch):
+            outputs = model(batch[0]).float()
+            return squared_error(outputs, batch[1]) + 0 * in_16_bit(outputs * 1e5 * (seed == 1)).float().sum()
+
+        return source(3, at=(1,), loss=loss)(seed)
+
+    report = tune(Source("fickle", build), FP16, steps=4)
+    assert report.verdict == "no set helps"
+    assert "seed 1: the loss is nan at step 1. It is made by half at test_tune.py:" in report.reason
+
+
 def test_digits_that_are_lost_where_no_rule_reaches_are_named_by_their_line(bare):
     def loss(model, batch):
         outputs = model(batch[0]).float()
@@ -284,6 +297,17 @@ def test_a_budget_before_anything_works_writes_nothing(bare, tmp_path):
     assert (report.fp32, report.verdict, report.policy_file) == ((), "not confirmed", None)
     assert "no set has been seen to work in 1 probe." in report.headline
     assert report.found
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_set_that_failed_to_be_confirmed_is_not_kept(bare, tmp_path):
+    def build(seed):
+        return source(6, at=(1,) if seed == 0 else (4,))(seed)
+
+    report = tune(Source("fickle", build), FP16, steps=4, max_probes=3)
+    assert report.tried[-1].fp32 == ("part1",)
+    assert report.tried[-1].why
+    assert (report.fp32, report.verdict) == ((), "not confirmed")
     assert list(tmp_path.iterdir()) == []
 
 

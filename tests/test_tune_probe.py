@@ -96,6 +96,13 @@ def test_a_final_loss_above_the_margin_fails():
     assert bench(source(4, at=(2,), fault=Absorbing), steps=20, margin_pct=1000)(FP16, 0, "nothing").works
 
 
+def test_a_final_loss_below_fp32s_is_no_failure():
+    given = bench(with_loss(source(2), lambda loss, step, seed: loss - 10 * torch.is_autocast_enabled("cpu")))
+    probe = given(FP16, 0, "nothing")
+    assert probe.trial.final_loss < given.references[0].final_loss - 9
+    assert probe.works
+
+
 def test_an_exhausted_scale_fails():
     # A finite loss whose gradient is beyond fp16 at any scale.
     steep = with_loss(source(2), lambda loss, step, seed: loss * 2.0**30)

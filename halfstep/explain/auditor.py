@@ -12,7 +12,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from halfstep.explain.error import unit_of
+from halfstep.explain.error import scale_of, unit_of
 from halfstep.explain.exact import NotExact, arguments, is_plain, is_random, run_magnitude
 from halfstep.explain.replay import (
     ACCUMULATION,
@@ -120,7 +120,7 @@ class Auditor:
         call.sources = sources
         for output, exact in zip(outputs, matched(outputs, shadows), strict=True):
             self._shadow.store(output, exact)
-        self._follow(call, func, named, outputs, before, history, is_forward=site.phase == "forward")
+        self._follow(call, func, named, read, outputs, before, history, is_forward=site.phase == "forward")
         if call.growth >= 2.0 or call.distance >= call.drift * self._unit / 2 or history.source is None:
             history = replace(history, source=(site, name))
         for output in outputs:
@@ -151,7 +151,7 @@ class Auditor:
         drifts = [drift for drift, _ in inputs]
         error = drifts[0].error if drifts else 0.0
         lost, zero = any(d.lost for d in drifts), any(d.zero for d in drifts)
-        before = Drift(error, lost, zero, scale=max((d.scale for d in drifts), default=0.0))
+        before = Drift(error, lost, zero)
         found = [h.source for drift, h in inputs if h is not None and h.source and 0 < error <= _ALSO * drift.error]
         sources = tuple(dict.fromkeys((op, site.file, site.line) for site, op in found))
         return before, History(found[0] if found else None, maker, base, turns + 1), sources
@@ -168,6 +168,7 @@ class Auditor:
         call: Call,
         func: Any,
         named: dict[str, Any],
+        read: list[torch.Tensor],
         outputs: list[torch.Tensor],
         before: Drift,
         history: History,
@@ -176,19 +177,20 @@ class Auditor:
         """Add to ``call`` what the step in float64 says."""
         name = op_name(func).removesuffix("_")
         if name == "_log_softmax_backward_data":  # it takes exp of the log probabilities
-            size = self._shadow.drift(named["output"]).scale
+            size = scale_of(self._shadow.of(named["output"]))
             before = replace(before, error=before.error * max(size, 1.0))
         drifts = [self._shadow.drift(output) for output in outputs]
         worst = max(drifts, key=lambda drift: drift.error)
-        vanishes = worst.zero and worst.error * self._unit >= _VANISHED
+        vanishes = name in _KEEPS and worst.zero and worst.error * self._unit >= _VANISHED
         loses = name not in _SELECTS | _PROJECTS and self._grows(worst, before) and (vanishes or name not in _KEEPS)
         if loses and name in PRODUCTS | SUMS:
             # A sum of many terms cancels by chance, and what it is in the end may be zero by construction, as the
             # gradients of a softmax are in sum. In backward that cannot be told from a loss.
             loses = is_forward and not func._schema.is_mutable
-            scales = self._chance(func, named, outputs) if loses else [None] * len(outputs)
+            scales = self._chance(func, named, outputs) if loses else [0.0] * len(outputs)
             worst = max(map(self._shadow.drift, outputs, scales), key=lambda drift: drift.error)
             loses = loses and self._grows(worst, before)
+        loses = loses and not self._is_nothing(worst, read)
         base = max(history.base, 1.0)
         call.drift, call.growth = worst.error, worst.error / max(before.error, 1.0)
         if call.kind is not None:
@@ -208,22 +210,21 @@ class Auditor:
             call.note = f"its rounding builds up over {history.turns} turns"
 
     def _grows(self, drift: Drift, before: Drift) -> bool:
-        is_large = drift.error * self._unit >= _MATTERS and drift.scale >= _NOTHING * before.scale
-        return is_large and drift.error >= AMPLIFIES * max(before.error, 1.0)
+        return drift.error * self._unit >= _MATTERS and drift.error >= AMPLIFIES * max(before.error, 1.0)
 
-    def _chance(self, func: Any, named: dict[str, Any], outputs: list[torch.Tensor]) -> list[torch.Tensor | None]:
+    def _is_nothing(self, drift: Drift, read: list[torch.Tensor]) -> bool:
+        return drift.scale < _NOTHING * max(scale_of(self._shadow.of(tensor)) for tensor in read)
+
+    def _chance(self, func: Any, named: dict[str, Any], outputs: list[torch.Tensor]) -> list[float]:
         """Of each output the size that its n terms would have if their signs were random: sqrt(n) times theirs."""
         try:
             sizes = matched(outputs, run_magnitude(func, named, self._shadow.of))
             counts = matched(outputs, run_magnitude(func, named, lambda t: torch.ones_like(t, dtype=torch.float64)))
         except NotExact:
-            return [None] * len(outputs)
-        scales: list[torch.Tensor | None] = []
-        for size, count in zip(sizes, counts, strict=True):
-            if size is None or count is None or not size.numel():
-                scales.append(None)
-            elif op_name(func) == "mean":
-                scales.append(size.max() / math.sqrt(max(named["self"].numel() / size.numel(), 1.0)))
-            else:
-                scales.append((size / count.clamp(min=1.0).sqrt()).max())
-        return scales
+            return [0.0] * len(outputs)
+        if op_name(func) == "mean":  # of ones it is 1
+            counts = [
+                None if s is None else torch.full_like(s, named["self"].numel() / max(s.numel(), 1)) for s in sizes
+            ]
+        pairs = zip(sizes, counts, strict=True)
+        return [0.0 if s is None or n is None else scale_of(s / n.clamp(min=1.0).sqrt()) for s, n in pairs]

@@ -101,8 +101,11 @@ class Errors:
         ran = self.ran[number]
         error, base, is_decided = self.carried(number)
         lost: float = self._lost.get(number, 0.0)
+        maker = ran
+        if ran.is_edge and ran.inputs:
+            maker, base = self._bases.get(ran.inputs[0], (ran, base))  # a row goes on through casts
         for output in range(max(1, len(ran.outputs))):
-            self._set(Source(number, output), max(error, lost), ran, max(base, lost), is_decided)
+            self._set(Source(number, output), max(error, lost), maker, max(base, lost), is_decided)
         return lost
 
     def set(self, number: int, errors: dict[int, float], other: float, base: float, decided: frozenset[int]) -> None:
@@ -111,8 +114,8 @@ class Errors:
         for output in range(len(ran.outputs)):
             self._set(Source(number, output), errors.get(output, other), ran, base, output in decided)
 
-    def _set(self, source: Source, error: float, ran: Ran, base: float, is_decided: bool) -> None:
-        self._errors[source], self._bases[source] = error, (ran, base)
+    def _set(self, source: Source, error: float, maker: Ran, base: float, is_decided: bool) -> None:
+        self._errors[source], self._bases[source] = error, (maker, base)
         if is_decided:
             self._decided.add(source)
 

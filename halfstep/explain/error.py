@@ -12,6 +12,8 @@ one in bf16.
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from halfstep.formats import FORMATS, Format
@@ -32,16 +34,11 @@ def unit_of(format: Format) -> float:
 def difference(value: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
     """|value - exact| in float64; 0 where both are the same inf or both NaN, inf where one alone is not finite."""
     value, exact = widen(value), widen(exact)
-    distance = (value - exact).abs()
-    if is_finite(distance):
+    distance = (value - exact).abs_() if not value.is_complex() else (value - exact).abs()
+    if math.isfinite(largest(distance)):
         return distance
     same = (value == exact) | (value.isnan() & exact.isnan())
     return torch.where(same, 0.0, distance.nan_to_num_(nan=torch.inf, posinf=torch.inf))
-
-
-def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether every element is. Waits for the device; on a CPU several times as fast as ``isfinite().all()``."""
-    return not tensor.numel() or bool(tensor.detach().abs().max().isfinite())
 
 
 def widen(tensor: torch.Tensor) -> torch.Tensor:
@@ -49,28 +46,29 @@ def widen(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64, copy=True)
 
 
-def scale_of(exact: torch.Tensor) -> torch.Tensor:
-    """Largest finite magnitude, a float64 scalar; 0 of an empty tensor."""
-    if not exact.numel():
-        return torch.zeros((), dtype=torch.float64, device=exact.device)
-    size = exact.detach().abs()
-    largest = size.max().double()
-    return largest if largest.isfinite() else torch.where(size.isfinite(), size, 0.0).max().double()
+def largest(tensor: torch.Tensor) -> float:
+    """Largest magnitude, inf or NaN if there is one, 0 of an empty tensor. Waits for the device, as all below."""
+    return tensor.detach().abs().max().item() if tensor.numel() else 0.0
 
 
-def in_units(distance: torch.Tensor, format: Format, scale: torch.Tensor) -> torch.Tensor:
-    """Worst ``distance``, of :func:`difference`, in units of u x ``scale``: a float64 scalar on the device.
+def scale_of(tensor: torch.Tensor) -> float:
+    """Largest finite magnitude, 0 if there is none."""
+    size = largest(tensor)
+    return size if math.isfinite(size) else largest(torch.where(tensor.isfinite(), tensor, 0.0))
 
-    scale: a number for the whole tensor, or one for each element. Below the smallest normal number of ``format`` the
-           step between numbers shrinks no further, so neither does the unit.
+
+def in_units(distance: torch.Tensor, format: Format, scale: float | torch.Tensor) -> float:
+    """Worst ``distance``, of :func:`difference`, in units of u x ``scale``.
+
+    scale: a number for the whole tensor, or a tensor with one for each element. Below the smallest normal number of
+           ``format`` the step between numbers shrinks no further, so neither does the unit.
     """
-    if not distance.numel():
-        return distance.new_zeros(())
+    if not isinstance(scale, torch.Tensor):
+        return largest(distance) / (unit_of(format) * max(scale, format.tiny))
     units = distance / (unit_of(format) * scale.double().clamp(min=format.tiny))
-    return torch.where(distance == 0, 0.0, units).max()
+    return largest(torch.where(distance == 0, 0.0, units))
 
 
-def relative(distance: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Worst ``distance`` over a scalar ``scale``, a float64 scalar; 0 where both are."""
-    worst = distance.max() if distance.numel() else distance.new_zeros(())
-    return torch.where(worst == 0, 0.0, worst / scale)
+def relative(distance: float, scale: float) -> float:
+    """``distance`` over ``scale``; 0 where both are, inf where only the scale is."""
+    return distance / scale if scale else math.inf if distance else 0.0

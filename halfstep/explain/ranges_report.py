@@ -51,8 +51,7 @@ class RangesReport(Report):
     @property
     def found(self) -> bool:
         """Whether a value overflows, a share that matters is flushed to zero, or the run is not finite."""
-        failed = not self.is_finite or self.fp32_is_finite is False
-        return failed or any(row.overflows or row.flushes for row in self.modules)
+        return not self.is_finite or any(row.overflows or row.flushes for row in self.modules)
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -94,7 +93,7 @@ class RangesReport(Report):
 
     @property
     def headline(self) -> str:
-        if self.fp32_is_finite is False:
+        if not self.is_finite and self.fp32_is_finite is False:
             return f"Not the precision: fp32 is not finite either at step {self.step}."
         rows = without_repeats(self.modules)
         over = [row for row in rows if row.overflows]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from halfstep.explain.error import difference, in_units, is_finite, relative, scale_of, stored_format, unit_of, widen
+from halfstep.explain.error import difference, in_units, largest, relative, scale_of, stored_format, unit_of, widen
 from halfstep.explain.exact import NotExact, is_plain, run_magnitude, run_wide
 from halfstep.formats import FORMATS, Format
 from halfstep.record.recorder import floats, op_name
@@ -90,7 +90,7 @@ class Replay:
         self._uses_tf32 = uses_tf32 and name in PRODUCTS
         self._makes_masks = name in _MASKS
         self._num_terms = max(tensor.numel() for tensor in read)
-        self._is_finite = all(map(is_finite, read))
+        self._read = [] if func._schema.is_mutable else read
         self._exact: Any = None
         self._magnitude: Any = None
         self._note: str | None = None
@@ -147,20 +147,18 @@ class Replay:
         # fp32 sums of n terms walk away from the exact one by about sqrt(n) of their own roundings.
         limit = LIMITS[unit] + math.sqrt(self._num_terms) * unit_of(FORMATS["fp32"]) / unit_of(format)
         distance, size = difference(output, exact), scale_of(exact)
-        error, far = torch.stack(
-            [in_units(distance, format, size if magnitude is None else magnitude), relative(distance, size)]
-        ).tolist()
-        call = Call(error, unit, limit, note=self._note, distance=far)
+        error = in_units(distance, format, size if magnitude is None else magnitude)
+        call = Call(error, unit, limit, note=self._note, distance=relative(largest(distance), size))
         if math.isinf(error):
             lost = ~output.isfinite() & exact.isfinite()
-            largest = scale_of(torch.where(lost, exact, 0.0)).item()
-            fits = "fits" if largest <= format.max else "does not fit"
+            beyond = scale_of(torch.where(lost, exact, 0.0))
+            fits = "fits" if beyond <= format.max else "does not fit"
             call.kind, call.is_mask = OVERFLOW, bool((output[lost] == -math.inf).all())
-            call.note = f"{largest:.3g} {fits} into {format.name}, whose largest number is {format.max:.5g}"
+            call.note = f"{beyond:.3g} {fits} into {format.name}, whose largest number is {format.max:.5g}"
         elif error > limit:
             call.kind = INEXACT if error > limit + self._noise(index, exact, format) else None
-        elif not self._makes_masks and not is_finite(output):
-            call.makes = self._is_finite
+        elif self._read and not self._makes_masks and not math.isfinite(largest(output)):
+            call.makes = all(math.isfinite(largest(tensor)) for tensor in self._read)
         return call
 
     def _noise(self, index: int, exact: torch.Tensor, format: Format) -> float:
@@ -168,7 +166,7 @@ class Replay:
         if self._shaken is None:
             return 0.0
         other = _floating(self._shaken())[index]
-        return _SHAKES * in_units(difference(other, exact), format, scale_of(exact)).item()
+        return _SHAKES * in_units(difference(other, exact), format, scale_of(exact))
 
 
 def matched(outputs: list[torch.Tensor], twins: Any) -> list[torch.Tensor | None]:

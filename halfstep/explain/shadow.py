@@ -10,13 +10,14 @@ and the results of decisions (a sign, a rounding), which float64 could take othe
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from halfstep.explain.error import is_finite, relative, scale_of, unit_of, widen
+from halfstep.explain.error import largest, relative, scale_of, unit_of, widen
 from halfstep.explain.exact import is_plain, run_wide
 from halfstep.formats import Format
 from halfstep.record.recorder import op_name
@@ -162,36 +163,33 @@ class Shadow:
         if self._num_added % _SWEEP_EVERY == 0:
             self._entries = {key: entry for key, entry in self._entries.items() if not entry.reference.expired()}
 
-    def drift(self, tensor: torch.Tensor, scale: torch.Tensor | None = None) -> Drift:
+    def drift(self, tensor: torch.Tensor, scale: float = 0.0) -> Drift:
         """Of ``tensor`` as it is now. scale: what to count it at, if that is larger than the shadow's own."""
         entry = self._entry(tensor)
         if entry is None:
-            return Drift(scale=scale_of(tensor.detach()).item())
+            return Drift()
         place = (tensor.shape, tensor.stride(), tensor.storage_offset())
-        if scale is None and place in entry.drifts:
+        if not scale and place in entry.drifts:
             return entry.drifts[place]
         drift = self._measure(tensor.detach(), self.of(tensor), scale)
         entry.drifts[place] = drift
         return drift
 
-    def _measure(self, value: torch.Tensor, shadow: torch.Tensor, scale: torch.Tensor | None) -> Drift:
-        if not value.numel():
-            return Drift()
-        distance = (value - shadow).abs()
-        zero = ((value == 0) & (shadow != 0)).any()
-        lost = lost_up = torch.zeros_like(zero)
-        at, missed = scale_of(shadow), torch.zeros_like(distance.max())
-        if not is_finite(distance):
+    def _measure(self, value: torch.Tensor, shadow: torch.Tensor, scale: float) -> Drift:
+        distance = (value - shadow).abs_()
+        worst = largest(distance)
+        lost = lost_up = False
+        missed = 0.0
+        if not math.isfinite(worst):
             both = value.isfinite() & shadow.isfinite()
             gone = ~value.isfinite() & shadow.isfinite()
-            lost, lost_up = gone.any(), (gone & (value != -torch.inf)).any()
-            distance, missed = torch.where(both, distance, 0.0), scale_of(torch.where(gone, shadow, 0.0))
-            at = scale_of(torch.where(both, shadow, 0.0))
-        if scale is not None:
-            at = torch.maximum(at, scale)
-        error = relative(distance, at) / self._unit
-        numbers = torch.stack([error, *(flag.double() for flag in (lost, zero, lost_up)), at, missed]).tolist()
-        return Drift(numbers[0], *map(bool, numbers[1:4]), *numbers[4:])
+            lost, lost_up = bool(gone.any()), bool((gone & (value != -math.inf)).any())
+            worst, missed = largest(torch.where(both, distance, 0.0)), scale_of(torch.where(gone, shadow, 0.0))
+            shadow = torch.where(both, shadow, 0.0)
+        # Where a value is zero and its shadow is not, the two are as far apart as the shadow is large.
+        zero = worst > 0 and bool(((value == 0) & (distance != 0)).any())
+        own = scale_of(shadow)
+        return Drift(relative(worst, max(own, scale)) / self._unit, lost, zero, lost_up, own, missed)
 
 
 def _size(tensor: torch.Tensor) -> int:

@@ -142,21 +142,15 @@ class _Tuning:
             return self._report(FP32_FAILS, f"fp32 fails as well: {self.bench.references[0].diverged}.")
         try:
             trials = self._search()
-            if self.best is None:
-                return self._report(NO_SET, self._say_outside(), advice=self._advise())
-            arms = (*self.bench.references, *trials)
-            compared = CompareReport.from_trials(
-                self.bench.source.spec, self.hardware.name, self.bench.steps, len(self.bench.references), arms
-            )
+            verdict, reason = (NO_SET, self._say_outside()) if self.best is None else self._compare(trials)
         except (Stopped, KeyboardInterrupt) as error:
             how = str(error) or "by Ctrl-C"
             kept = "what is kept is the best so far" if self.best else "nothing else has been seen to work yet"
             return self._report(NOT_CONFIRMED, f"Stopped {how}; {kept}.", stopped=how)
-        verdict = compared.policies[-1].verdict
         cost, advice = Cost(), tuple[Advice, ...]()
         with contextlib.suppress(Stopped, KeyboardInterrupt):
             cost, advice = self._measure(), self._advise()
-        return self._report(verdict.word, verdict.reason, cost=cost, advice=advice)
+        return self._report(verdict, reason, cost=cost, advice=advice)
 
     # The search.
 
@@ -205,13 +199,18 @@ class _Tuning:
         num_before = len(self.bench.known)
         probe = self.bench(self._policy_of(names), seed, f"{what} in fp32, seed {seed}", confirms)
         if len(self.bench.known) > num_before:
-            self.log.append(Tried(tuple(sorted(names)), seed, probe.why, confirms))
+            self.log.append(Tried(self._ordered(names), seed, probe.why, confirms))
         if not names and self.why is None and probe.why:
             self.why = f"seed {seed}: {probe.why}"
         return probe
 
     def _policy_of(self, names: Sequence[str]) -> Policy:
-        return with_fp32(self.policy, self._modules, sorted(names), self.suspects) if names else self.policy
+        return with_fp32(self.policy, self._modules, self._ordered(names), self.suspects) if names else self.policy
+
+    def _ordered(self, names: Iterable[str]) -> tuple[str, ...]:
+        """In the order of the suspects, and what is none of them after it, so that one set has one policy."""
+        places = {name: place for place, name in enumerate(self.suspects)}
+        return tuple(sorted(names, key=lambda name: (places.get(name, len(places)), name)))
 
     def _look(self) -> None:
         """Capture a step that fails, or one early on where none does: what meets 16 bit, and how suspicious it is."""
@@ -246,9 +245,9 @@ class _Tuning:
             blamed = blamed_in(self.record, module, self.audit)
             cheap = [name for name in blamed if self._share({name, *rest}) < most]
             if cheap and self._works(frozenset((*rest, cheap[0]))):
-                self.best = (*rest, cheap[0])
+                self.best = self._ordered((*rest, cheap[0]))
             elif len(cheap) > 1 and self._share({*cheap, *rest}) < most and self._works(frozenset((*rest, *cheap))):
-                self.best = (*rest, *cheap)
+                self.best = self._ordered((*rest, *cheap))
         if self.best != before:
             self._take(self.best)  # an operation covers more than its module, so that others may have become idle
 
@@ -273,6 +272,15 @@ class _Tuning:
             verdict=verdict, reason=reason, margin=bench.margin, margin_from=bench.margin_from,
             note=note, tried=tuple(self.log), **more,
         )  # fmt: skip
+
+    def _compare(self, trials: Sequence[Trial]) -> tuple[str, str]:
+        """The word and the reason of compare for the trials of the best set."""
+        source, references = self.bench.source.spec, self.bench.references
+        compared = CompareReport.from_trials(
+            source, self.hardware.name, self.bench.steps, len(references), (*references, *trials)
+        )
+        verdict = compared.policies[-1].verdict
+        return verdict.word, verdict.reason
 
     def _measure(self) -> Cost:
         """What the best set costs, against the policy as it stood and against fp32."""
@@ -303,8 +311,9 @@ class _Tuning:
 
     def _say_outside(self) -> str:
         """Where the fault is if it stays with all suspects in fp32: the line, which no rule reaches."""
-        seed = self.judged[0]
-        policy, probe = self._policy_of(self.suspects), self._probe(self.suspects, seed)
+        policy = self._policy_of(self.suspects)
+        seed = next(seed for seed in self.judged if not self._probe(self.suspects, seed).works)
+        probe = self._probe(self.suspects, seed)
         said = f"With everything in fp32 that a rule can name, seed {seed}: {probe.why}."
         capture, _ = capture_at(self.bench.source, policy, probe.step or self._early, seed, self.bench.device)
         record = _record(capture, policy)

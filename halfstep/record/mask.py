@@ -19,6 +19,7 @@ _FILLS = {"masked_fill", "fill", "full", "full_like", "new_full", "index_fill", 
 _SUMS = {"add", "sub", "rsub", "where", "baddbmm", "minimum"}
 _PRODUCTS = {"mul", "div", "mm", "bmm", "addmm", "baddbmm", "convolution", "convolution_backward"}
 _CASTS = {"_to_copy", "copy"}
+_POLES = {"log", "log2", "log10", "reciprocal", "rsqrt", "div"}
 _SHAPES_MASKS = {"_to_copy", "clone", "sub", "rsub", "mul", "tril", "triu"}
 _BEYOND = 26
 """2^26, about 7e7: no computed score comes near, and every constant such as -1e8 or -1e9 is beyond."""
@@ -79,6 +80,17 @@ def is_written(operation: Operation, makers: Makers) -> bool:
         return True
     # The logarithm of a mask of zeros and ones, or a multiple of it by a constant that does not fit.
     return name in ("log", "mul") and any(_is_zero_one(value, makers) for value in operation.inputs)
+
+
+def is_pole(operation: Operation) -> bool:
+    """Whether it may be inf at a zero that it was given, and not for want of range: ``log(0)``, ``1 / 0``.
+
+    Such an infinity is often left behind, by ``where`` or by a sum of exponentials.
+    """
+    name = operation.op.rstrip("_")
+    if name not in _POLES or kind_of(operation) != "inf" or not operation.inputs:
+        return False
+    return operation.inputs[-1].num_zeros > 0
 
 
 def _has_gap(values: Values, exponent: int) -> bool:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from halfstep.formats import SIXTEEN_BIT
-from halfstep.record.mask import Makers, is_mask, is_meant, is_written, kind_of, outputs_of
+from halfstep.record.mask import Makers, is_mask, is_meant, is_pole, is_written, kind_of, outputs_of
 from halfstep.record.recorder import Operation, OperationRecorder, Record
 from halfstep.record.values import Values
 
@@ -114,7 +114,7 @@ def fault_of(record: Record, loss_is_finite: bool, weights: Collection[str] = ()
             last_mask = index if not handed or last_mask is None else last_mask
         elif not loss_is_finite and (given := _given(handed, weights)):
             doubtful = doubtful or _fault(operations, index, makers, given)
-        elif not handed and is_written(operation, makers):
+        elif not handed and (is_written(operation, makers) or (not loss_is_finite and is_pole(operation))):
             doubtful = doubtful or _fault(operations, index, makers)
         elif handed and (doubtful is not None or (loss_is_finite and _only_moves(operation))):
             continue  # a carrier, or a copy of what the forward pass left

@@ -39,6 +39,10 @@ class Operation:
 
     @property
     def is_cast(self) -> bool:
+        """Whether the values are the same but for their format."""
+        if self.op == "copy_" and len(self.inputs) == len(self.outputs) == 1:
+            given, taken = self.inputs[0], self.outputs[0]
+            return given.format != taken.format and given.size == taken.size
         return self.op == "_to_copy"
 
     @property

@@ -117,7 +117,7 @@ class Walk(TorchDispatchMode):
         node = torch._C._current_autograd_node()
         file, line, caller = _innermost(sys._getframe(2), node is not None)
         number = torch.autograd._get_sequence_nr() - 1  # type: ignore[attr-defined]
-        # In a backward pass the stack ends at the engine. On this side of it, a checkpoint computes a forward pass again.
+        # In a backward pass the stack ends at the engine; on this side of it a checkpoint runs a forward pass again.
         if node is not None and caller != _CHECKPOINT:
             site = self._forward_site(node)._replace(phase="backward")
             if file is not None:  # a backward function of the user's, or a hook
@@ -157,10 +157,10 @@ class _SeenBy:
         self._walk = walk
 
     def __enter__(self) -> None:
-        TorchDispatchMode.__enter__(self._walk)  # type: ignore[no-untyped-call]
+        TorchDispatchMode.__enter__(self._walk)
 
     def __exit__(self, *exception: Any) -> None:
-        TorchDispatchMode.__exit__(self._walk, *exception)  # type: ignore[no-untyped-call]
+        TorchDispatchMode.__exit__(self._walk, *exception)
 
 
 class _Functions(TorchFunctionMode):

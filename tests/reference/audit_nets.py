@@ -93,7 +93,7 @@ def conv_batch(generator):
 
 
 def recurrent_batch(generator):
-    x = torch.randn(16, 12, 4, generator=generator)
+    x = torch.randn(16, 6, 4, generator=generator)
     return x, (x.sum((1, 2)) > 0).long() + (x[:, 0, 0] > 0).long()
 
 

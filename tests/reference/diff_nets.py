@@ -268,6 +268,7 @@ HEALTHY = {
     "attention -inf": attention,
     "attention lowest": lambda: attention("lowest"),
     "attention -1e4": lambda: attention("small"),
+    "attention -1e9": lambda: attention("added"),
     "llama": llama,
     "checkpoint": checkpointed,
     "reentrant checkpoint": lambda: checkpointed(True),

@@ -208,6 +208,7 @@ MASKS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "a product that does not fit": lambda s, hidden: s + hidden.to(s.dtype) * -1e9,
     "finfo.min times two": lambda s, hidden: s + 2 * _least(s, hidden),
     "finfo.min twice": lambda s, hidden: s + _least(s, hidden) + _least(s, hidden),
+    "finfo.min with a bias": lambda s, hidden: s.masked_fill(hidden, torch.finfo(s.dtype).min) - 40,
     "finfo.min and low scores": lambda s, hidden: (s - 40) + _least(s, hidden),
     "the logarithm of a mask": lambda s, hidden: s + (~hidden).float().log(),
     "the logarithm in the format": lambda s, hidden: s + (1 - hidden.to(s.dtype)).log(),
