@@ -379,6 +379,11 @@ def test_a_call_that_works_in_place_is_edited_in_place():
     assert half.item() == 6.0
 
 
+def test_a_call_in_fp32_is_not_cast_by_autocast():
+    with torch.autocast("cpu", dtype=torch.float16):
+        assert in_fp32("cpu")(torch.mm, (X.half(), X.T), {}).dtype == torch.float32
+
+
 def test_only_the_call_of_the_module_is_edited_where_several_share_a_line():
     model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)])
     line = inspect.currentframe().f_lineno + 3

@@ -123,6 +123,60 @@ def test_what_rounded_the_inputs_is_named_too():
     assert report.failed[0].sources[0][2] != report.failed[0].line
 
 
+# --- what is hard and right -------------------------------------------------------------------------------------------
+
+
+def confident(x):
+    return F.cross_entropy((x + 12 * torch.eye(*x.shape, dtype=x.dtype)).float(), torch.arange(len(x)))
+
+
+def equal_values(x):
+    q = x[None, None]
+    return F.scaled_dot_product_attention(q, q.flip(2), (1 + q / 100).to(q.dtype)).float().square().sum()
+
+
+def bias_before_a_norm(x):
+    return F.group_norm(x.float().view(4, 4, 16) + x.float().mean(), 1).cos().sum()
+
+
+def signed_mean(x):
+    return x.float().mean()
+
+
+def offset_norm(x):
+    return F.layer_norm(x.float() + 1000, x.shape[-1:]).sin().sum()
+
+
+def unit_vectors(x):
+    return F.normalize(x.float(), dim=-1).square().sum()
+
+
+def straight_through(x):
+    return (x + (x.round() - x).detach()).float().sum()
+
+
+def half_weights(x):
+    return x.softmax(-1).cumsum(-1).log1p().sum()
+
+
+@pytest.mark.parametrize("policy", [*LOW, "fp32"])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        confident,
+        equal_values,
+        bias_before_a_norm,
+        signed_mean,
+        offset_norm,
+        unit_vectors,
+        straight_through,
+        half_weights,
+    ],
+)
+def test_what_cancels_by_construction_or_by_chance_is_no_fault(loss, policy):
+    assert audit_loss(loss, normal(16, 16), policy=policy).failed == ()
+
+
 # --- overflow, and eps that vanishes ---------------------------------------------------------------------------------
 
 
@@ -396,7 +450,8 @@ def test_a_module_that_normalises_by_hand_is_named_and_a_policy_proposed():
     report = audit_of(captured(model, "bf16", normal(32, 16)))
     forward = [op for op in report.failed if op.phase == "forward"]
     assert {op.module for op in forward} == {"norm"}
-    assert "keep norm in fp32" in [a.text for a in report.advice]
+    assert ("keep norm in fp32", "bf16 module:norm=fp32") in [(a.text, a.policy) for a in report.advice]
+    assert [a.result for a in report.advice if a.text == "keep norm in fp32"] != ["not tried"]
     assert all(p.grad is None for p in model.parameters())
     model.norm = nn.LayerNorm(256)
     assert audit_of(captured(model, "bf16", normal(32, 16))).failed == ()

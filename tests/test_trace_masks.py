@@ -229,6 +229,32 @@ def test_a_mask_that_reaches_the_loss_is_named_itself():
     assert (producer.module, producer.phase, producer.kind, producer.op) == (LOSS, "forward", "inf", "masked_fill")
 
 
+def test_a_mask_that_reaches_the_loss_is_named_before_what_its_gradient_does():
+    def loss(out):
+        return out.float().masked_fill(out > 0, -math.inf).mean() * out.float().square().mean()
+
+    torch.manual_seed(0)
+    producer = examined(nn.Linear(WIDTH, WIDTH), torch.randn(4, WIDTH), "fp32", loss).fault.producer
+    assert (producer.phase, producer.op) == ("forward", "masked_fill")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_an_infinity_that_fp32_has_as_well_and_that_does_no_harm_is_no_fault(policy):
+    class Weighted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            h = self.linear(x).relu()
+            with torch.no_grad():
+                weight = (torch.ones_like(h) / h).clamp(max=2.0)
+            return h * weight
+
+    torch.manual_seed(0)
+    assert not examined(Weighted(), torch.randn(4, WIDTH), policy).is_bad
+
+
 def test_an_infinity_in_a_trained_weight_is_no_mask_and_in_a_frozen_one_it_is():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Embedding(1, WIDTH))

@@ -7,7 +7,6 @@ text and grid colours are the page's, which knows whether it is light or dark.
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
@@ -16,6 +15,7 @@ from typing import Any
 
 from halfstep.compare.report import CompareReport, PolicyReport, percent, quantity_text
 from halfstep.compare.trial import Trial
+from halfstep.page import chart_text
 
 Figure = dict[str, Any]
 Arms = Mapping[str, Sequence[Trial]]
@@ -40,7 +40,7 @@ def loss_figure(arms: Arms) -> Figure:
             [loss for loss in losses if loss is not None and math.isfinite(loss)]
             for losses in zip_longest(*(trial.losses for trial in arm))
         ]
-        x, group = list(range(1, len(steps) + 1)), {"legendgroup": _text(name)}
+        x, group = list(range(1, len(steps) + 1)), {"legendgroup": chart_text(name)}
         if len(arm) > 1:
             edge = {"x": x, "mode": "lines", "line": {"width": 0}, "hoverinfo": "skip", "showlegend": False, **group}
             data.append({**edge, "y": [_round(min(s, default=None)) for s in steps]})
@@ -53,7 +53,7 @@ def loss_figure(arms: Arms) -> Figure:
                 "x": x,
                 "y": [_round(fmean(s) if s else None) for s in steps],
                 "customdata": [len(s) for s in steps],
-                "hovertemplate": f"{_text(name)}: %{{y:.4g}}, mean of %{{customdata}}<extra></extra>",
+                "hovertemplate": f"{chart_text(name)}: %{{y:.4g}}, mean of %{{customdata}}<extra></extra>",
             }
         )
     crosses = [_crosses(name, arm, index) for index, (name, arm) in enumerate(arms.items())]
@@ -129,7 +129,9 @@ def difference_figure(report: CompareReport, arms: Arms) -> Figure | None:
                     "marker": {"color": paint, "size": 13, "symbol": "diamond"},
                 }
             )
-    layout = _layout(130 + 90 * len(candidates), x=f"final loss minus {_text(reference.policy)}'s, same seed", y="")
+    layout = _layout(
+        130 + 90 * len(candidates), x=f"final loss minus {chart_text(reference.policy)}'s, same seed", y=""
+    )
     layout["xaxis"] |= {"range": [-1.22 * reach, 1.22 * reach], "zeroline": True, "zerolinewidth": 1.5}
     layout["yaxis"] |= {
         "tickvals": [-index for index in range(1, len(candidates) + 1)],
@@ -161,9 +163,9 @@ def scale_figure(arms: Arms) -> Figure | None:
     data: list[Figure] = []
     for index, (name, arm) in enumerate(arms.items()):
         for number, trial in enumerate(arm if name in shown else ()):
-            line = _line(name, index) | {"showlegend": number == 0, "legendgroup": _text(name), "opacity": 0.75}
+            line = _line(name, index) | {"showlegend": number == 0, "legendgroup": chart_text(name), "opacity": 0.75}
             line["line"] = line["line"] | {"shape": "hv", "width": 1.5, "dash": "solid", "color": color(index)}
-            hover = f"{_text(name)}, seed {trial.seed}, step %{{x}}: %{{y:g}}"
+            hover = f"{chart_text(name)}, seed {trial.seed}, step %{{x}}: %{{y:g}}"
             steps = list(range(1, len(trial.scales) + 1))
             data.append(
                 line
@@ -178,7 +180,9 @@ def scale_figure(arms: Arms) -> Figure | None:
             for what, at, symbol in (("skipped", skipped, "x"), ("replayed", replayed, "circle-open")):
                 marker = _mark(symbol, color(index))
                 points = {"x": at, "y": [trial.scales[step - 1] for step in at], "mode": "markers", "marker": marker}
-                data.append(points | {"showlegend": False, "legendgroup": _text(name)} | _hover(f"{hover}, {what}"))
+                data.append(
+                    points | {"showlegend": False, "legendgroup": chart_text(name)} | _hover(f"{hover}, {what}")
+                )
     data += [_key("x", "skipped"), _key("circle-open", "replayed")]
     exponents = [math.log2(scale) for arm in shown.values() for t in arm for scale in t.scales if scale > 0]
     low, high = math.floor(min(exponents, default=0)), math.ceil(max(exponents, default=0))
@@ -236,7 +240,7 @@ def _crosses(name: str, arm: Sequence[Trial], index: int) -> Figure:
     x, y, text = [], [], []
     fallback = next((loss for t in arm for loss in t.losses if math.isfinite(loss)), 1.0)
     for trial in arm:
-        height, label = fallback, f"{_text(name)}, seed {trial.seed}, step"
+        height, label = fallback, f"{chart_text(name)}, seed {trial.seed}, step"
         for step, loss in enumerate(trial.losses, 1):
             if math.isfinite(loss):
                 height = loss
@@ -247,9 +251,9 @@ def _crosses(name: str, arm: Sequence[Trial], index: int) -> Figure:
         if trial.stopped is not None:
             x.append(len(trial.losses))
             y.append(_round(height))
-            text.append(f"{label} {len(trial.losses)}: stopped, {_text(trial.stopped)}")
+            text.append(f"{label} {len(trial.losses)}: stopped, {chart_text(trial.stopped)}")
     trace = {"x": x, "y": y, "text": text, "mode": "markers", "marker": _mark("x", color(index)), "showlegend": False}
-    return trace | {"legendgroup": _text(name)} | _hover("%{text}")
+    return trace | {"legendgroup": chart_text(name)} | _hover("%{text}")
 
 
 def _line(name: str, index: int) -> Figure:
@@ -257,7 +261,7 @@ def _line(name: str, index: int) -> Figure:
     style = {"color": color(index), "width": 2, "dash": DASHES[index % len(DASHES)]}
     if index == 0:
         style |= {"color": color(0) + "99", "width": 6}
-    return {"name": _text(name), "mode": "lines", "line": style}
+    return {"name": chart_text(name), "mode": "lines", "line": style}
 
 
 def _steps(arms: Arms) -> list[float]:
@@ -290,14 +294,9 @@ def _layout(height: int, x: str, y: str, legend: bool = False) -> Figure:
     }
 
 
-def _text(text: str) -> str:
-    """Plotly reads a little HTML in names and hover texts; a user's text is not meant as such."""
-    return html.escape(text).replace("%{", "% {")
-
-
 def _short(name: str) -> str:
     """A policy's name for an axis, where a long one would leave no room for the chart."""
-    return _text(name if len(name) <= 16 else name[:15].rstrip() + "…")
+    return chart_text(name if len(name) <= 16 else name[:15].rstrip() + "…")
 
 
 def _round(value: float | None) -> float | None:

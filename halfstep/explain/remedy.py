@@ -28,7 +28,8 @@ Line = tuple[str, int]
 
 def remedies(capture: Capture, failed: Sequence[AuditedOp]) -> tuple[Advice, ...]:
     """What to do about operations that fail. ``mends it``: with it, every operation of the captured step passes."""
-    places = [(op.file, op.line) for op in failed] + [(file, line) for op in failed for _, file, line in op.sources]
+    places = [(op.file, op.line) for op in failed]
+    places += [(file, line) for op in failed if op.kind != OVERFLOW for _, file, line in op.sources]
     lines = frozenset((file, line) for file, line in places if file is not None and line is not None)
     advice = list(_rewrites(failed))
     limit = 1
@@ -38,7 +39,7 @@ def remedies(capture: Capture, failed: Sequence[AuditedOp]) -> tuple[Advice, ...
         )
         mends = _passes(capture, capture.policy, lines)
         advice.append(Advice(text, None, MENDS if mends else DOES_NOT))
-        limit = 0 if mends else 1
+        limit = 0 if mends and not any(op.module for op in failed) else 1
     return (*advice, *try_policies(_policies(capture, failed), lambda policy: _passes(capture, policy), limit))
 
 
