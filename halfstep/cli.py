@@ -217,7 +217,8 @@ def tune(
     source, chosen = _prepare(workload, policy, device, json_file, html_file, policy_file)
     from halfstep.explain.tune import tune as run
 
-    with _bar(probes) as advance:
+    steps = (source.default_steps or 100) if steps is None else steps
+    with _bar(steps) as advance:
         report = run(
             source,
             chosen,
@@ -245,16 +246,16 @@ def new(
 
 
 @contextmanager
-def _bar(total: int | None) -> Iterator[Callable[[str], None]]:
-    """A progress bar on standard error of a terminal. What it gives advances it by one, with a text."""
+def _bar(total: int) -> Iterator[Callable[..., None]]:
+    """A progress bar on standard error of a terminal. What it gives sets its text, and moves it by one or to a number."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
     bar = Progress(*columns, console=console, transient=True, disable=not console.is_interactive)
     task = bar.add_task("", total=total)
 
-    def advance(text: str) -> None:
+    def advance(text: str, completed: int | None = None) -> None:
         bar.start()  # here, so that a call that is refused shows no bar
-        bar.update(task, advance=1, description=text)
+        bar.update(task, advance=1 if completed is None else None, completed=completed, description=text)
 
     try:
         yield advance

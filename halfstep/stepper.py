@@ -53,7 +53,7 @@ from halfstep.report import Report
 from halfstep.scale import CHECK_EVERY, make_scale
 from halfstep.snapshot import RandomState, RunningStatistics
 from halfstep.updates import UpdateMeter
-from halfstep.window import Loss, Verdict, Window, judge, over, read_loss, why_skipped
+from halfstep.window import Loss, Verdict, Window, judge, over, read_loss, unit_of, why_skipped
 
 
 class Stepper:
@@ -211,6 +211,14 @@ class Stepper:
         """The exact weight of each parameter in fp32, by name and one at a time; see :meth:`Masters.weights`."""
         return self.masters.weights()
 
+    def capture(self, closure: Callable[[], Loss]) -> Capture:
+        """A micro-batch as it would run now, for the tools of ``halfstep.explain``; see docs/explain.md.
+
+        They run it in any format and at any scale, and nothing of this run changes.
+        """
+        scale, step, hardware = self.scale.value.item(), self.num_steps + 1, self.region.hardware
+        return Capture(self.model, closure, self.policy, scale=scale, unit=self._unit, step=step, hardware=hardware)
+
     def update_meter(self, every: int = 100) -> UpdateMeter:
         """A meter of lost updates for the weights of this run, master weights included; see docs/lost-updates.md."""
         is_drawn = self.policy.master == "stochastic"
@@ -234,10 +242,7 @@ class Stepper:
         """The loss to differentiate and its count; the unit of scaled sums is fixed by the first count."""
         loss, count = read_loss(result, self.scale.value)
         if self._unit is None:
-            # A sum over thousands of tokens would meet fp16 thousands of times larger than a mean. The nearest power of
-            # two to the first count brings it back and rounds nothing; the true count is in the factor at the end.
-            usual = float(count) if self.scale.kind != "none" else 1.0
-            self._unit = 2.0 ** round(math.log2(usual)) if 0 < usual < math.inf else 1.0
+            self._unit = unit_of(count, self.scale.kind)
         return loss, count
 
     def _differentiate(self, closure: Callable[[], Loss]) -> tuple[torch.Tensor, float | torch.Tensor]:
@@ -389,10 +394,8 @@ class Stepper:
         """A micro-batch of this window as it began: with ``start``, or as the last one that could be replayed."""
         start = start or (self._random_state if self._can_replay else None)
         statistics = self._replay_statistics if self._can_replay else self._statistics
-        scale, unit, step = self.scale.value.item(), self._unit or 1.0, self.num_steps + 1
         with as_before(self.model, self.region.device, start, statistics):
-            hardware = self.region.hardware
-            return Capture(self.model, closure, self.policy, scale=scale, unit=unit, step=step, hardware=hardware)
+            return self.capture(closure)
 
     def _report_overflow(self, bad: Sequence[torch.Tensor]) -> None:
         if self.sinks:

@@ -70,6 +70,16 @@ def read_loss(result: Loss, like: torch.Tensor) -> tuple[torch.Tensor, float | t
     return loss.reshape(()), float(count)
 
 
+def unit_of(count: float | torch.Tensor, scale_kind: str) -> float:
+    """What the scaled sums of a run are divided by: the power of two nearest to its first count, 1.0 without a scale.
+
+    A sum over thousands of tokens would meet fp16 thousands of times larger than a mean. This brings it back and rounds
+    nothing; the true count is in the factor at the window's end.
+    """
+    usual = float(count) if scale_kind != "none" else 1.0
+    return 2.0 ** round(math.log2(usual)) if 0 < usual < math.inf else 1.0
+
+
 def judge(window: Window, gradients: Gradients, scale: NoScale, unit: float, max_norm: float | None) -> Verdict:
     """The verdict on the sums of a window's scaled gradients. Nothing is read from the device, and nothing changed."""
     assert window.loss_sum is not None, "a window holds something"

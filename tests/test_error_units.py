@@ -1,4 +1,4 @@
-"""Units of error: what one rounding costs in every format, and the figures that tell a faulty product from a right one."""
+"""Units of error: what one rounding costs in every format, and what tells a faulty product from a right one."""
 
 import math
 

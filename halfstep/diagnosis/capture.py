@@ -21,7 +21,7 @@ from halfstep.policy import Policy
 from halfstep.record import Producer, find_producer
 from halfstep.region import Region
 from halfstep.snapshot import RandomState, RunningStatistics
-from halfstep.window import Loss, over, read_loss
+from halfstep.window import Loss, over, read_loss, unit_of
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,9 @@ class Capture:
 
     closure: runs the forward pass on ``model`` and returns the loss, or (sum, count), the same each time: its batch is
              drawn before, and what it changes besides buffers (a plain attribute of a module) is not put back.
-    policy:  the one that it ran under. scale, unit: backward starts from scale / unit, as a Stepper's does.
+    policy:  the one that it ran under.
+    scale, unit: backward starts from scale / unit, as a Stepper's does. A unit of None comes from the count of the
+             micro-batch, as in the first one of a Stepper.
     step:    number of the window that it belongs to.
 
     A run in the policy of the capture does what the step did, to the bit. Any other policy sees 16-bit weights (of a
@@ -61,7 +63,7 @@ class Capture:
         policy: Policy,
         *,
         scale: float = 1.0,
-        unit: float = 1.0,
+        unit: float | None = None,
         step: int = 1,
         hardware: Hardware | None = None,
     ) -> None:
@@ -102,7 +104,7 @@ class Capture:
             gradients = {name: p.grad for name, p in named if p.grad is not None}
             norm = norms_of(gradients.values())[1] if gradients else torch.zeros(())
             count = float(count) or 1.0
-            divisor = factor * count / self.unit
+            divisor = factor * count / (self.unit or 1.0)
             return Outcome((loss.detach().float() / count).item(), (norm / divisor).item(), gradients)
 
     def find_producer(self, policy: Policy | None = None, scale: float | None = None) -> Producer | None:
@@ -119,10 +121,13 @@ class Capture:
 
     def _forward(self, region: Region, factor: torch.Tensor) -> tuple[torch.Tensor, float | torch.Tensor]:
         with region:
-            return read_loss(self.closure(), factor)
+            loss, count = read_loss(self.closure(), factor)
+        if self.unit is None:
+            self.unit = unit_of(count, self.policy.scale.kind)
+        return loss, count
 
     def _backward(self, region: Region, loss: torch.Tensor, factor: torch.Tensor) -> None:
-        start = over(factor, self.unit)
+        start = over(factor, self.unit or 1.0)
         with region.backward():
             wide = loss.float() if loss.dtype in LOW_DTYPES else loss
             wide.backward(start.to(wide.dtype))

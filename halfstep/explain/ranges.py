@@ -6,7 +6,6 @@ counted. docs/ranges.md has the arithmetic, and the rule for what counts as foun
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -15,7 +14,7 @@ from torch.optim import Optimizer
 from halfstep.diagnosis.advice import advise, try_policies
 from halfstep.diagnosis.capture import Capture
 from halfstep.diagnosis.exhaustion import pattern_of
-from halfstep.errors import HalfstepError, ScaleExhausted
+from halfstep.errors import HalfstepError
 from halfstep.explain.histogram import best_scale
 from halfstep.explain.module_range import ACTIVATION, SCALED, Measured, ModuleRange, watch
 from halfstep.explain.ranges_report import RangesReport, scale_text
@@ -27,23 +26,9 @@ from halfstep.source import Source
 def ranges(source: Source, policy: Policy, step: int = 5, seed: int = 0, device: str | None = None) -> RangesReport:
     """Train ``source`` up to window ``step`` under ``policy``, and measure the ranges of its first micro-batch."""
     rehearsal = Rehearsal(source, policy, seed, device)
-    capture, where = _run_to(rehearsal, step)
+    capture, where = rehearsal.run_to(step)
     stepper = rehearsal.stepper
     return ranges_of(capture, stepper.optimizer, stepper.max_norm, source.spec, where)
-
-
-def _run_to(rehearsal: Rehearsal, step: int) -> tuple[Capture, str]:
-    if step < 1:
-        raise HalfstepError(f"step {step}", "steps count from 1", "Use --step 1 or more.")
-    while rehearsal.step < step:
-        try:
-            report = rehearsal.run_window()
-        except ScaleExhausted:
-            return rehearsal.capture(), f"step {rehearsal.step}, where the loss scale was exhausted"
-        if not report.applied and not (report.scale > 1.0 and math.isfinite(report.loss)):
-            return rehearsal.capture(step=report.step), f"step {report.step}, which was not finite"
-    rehearsal.next_micro_batch()
-    return rehearsal.capture(), f"step {step}"
 
 
 def ranges_of(

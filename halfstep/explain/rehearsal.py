@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -77,16 +76,30 @@ class Rehearsal:
         state.restore()
         _put(buffers)
         try:
-            return Capture(
-                self.stepper.model,
-                closure,
-                self.stepper.policy,
-                scale=self._scale if scale is None else scale,
-                step=self.step if step is None else step,
-            )
+            capture = self.stepper.capture(closure)
+            capture.scale = self._scale if scale is None else scale
+            capture.step = self.step if step is None else step
+            return capture
         finally:
             found.restore()
             _put(buffers_now)
+
+    def run_to(self, step: int) -> tuple[Capture, str]:
+        """Train up to window number ``step``; its first micro-batch, and a sentence on how it came.
+
+        A run that stops before gives the micro-batch at which it stopped.
+        """
+        if step < 1:
+            raise HalfstepError(f"step {step}", "steps count from 1", "Use --step 1 or more.")
+        while self.step < step:
+            try:
+                report = self.run_window()
+            except ScaleExhausted:
+                return self.capture(), f"step {self.step}, where the loss scale was exhausted"
+            if not report.applied and not (report.scale > 1.0 and math.isfinite(report.loss)):
+                return self.capture(step=report.step), f"step {report.step}, which was not finite"
+        self.next_micro_batch()
+        return self.capture(), f"step {step}"
 
     def _buffers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         return [(buffer, buffer.detach().clone()) for buffer in self.stepper.model.buffers()]
@@ -101,21 +114,7 @@ def _put(buffers: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 def capture_at(
-    source: Source, policy: Policy, step: int, seed: int = 0, device: str | None = None, **options: Any
+    source: Source, policy: Policy, step: int, seed: int = 0, device: str | None = None
 ) -> tuple[Capture, str]:
-    """The first micro-batch of window number ``step``, after training up to there, and a sentence on how it came.
-
-    A run that stops before ``step`` gives the micro-batch at which it stopped.
-    """
-    if step < 1:
-        raise HalfstepError(f"step {step}", "steps count from 1", "Use --step 1 or more.")
-    rehearsal = Rehearsal(source, policy, seed, device)
-    while rehearsal.step < step:
-        try:
-            report = rehearsal.run_window()
-        except ScaleExhausted:
-            return rehearsal.capture(), f"step {rehearsal.step}, where the loss scale was exhausted"
-        if not report.applied and not (report.scale > 1.0 and math.isfinite(report.loss)):
-            return rehearsal.capture(step=report.step), f"step {report.step}, which was not finite"
-    rehearsal.next_micro_batch()
-    return rehearsal.capture(), f"step {step}"
+    """The micro-batch that :meth:`Rehearsal.run_to` gives, and its sentence."""
+    return Rehearsal(source, policy, seed, device).run_to(step)
