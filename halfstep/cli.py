@@ -247,7 +247,7 @@ def new(
 
 @contextmanager
 def _bar(total: int) -> Iterator[Callable[..., None]]:
-    """A progress bar on standard error of a terminal. What it gives sets its text, and moves it by one or to a number."""
+    """A progress bar on standard error of a terminal. What it gives sets its text and moves it."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
     bar = Progress(*columns, console=console, transient=True, disable=not console.is_interactive)

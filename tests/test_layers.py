@@ -31,7 +31,20 @@ ROWS = [
     "__main__",
 ]
 RANK = {name: rank for rank, row in enumerate(ROWS) for name in row.split()}
-TORCH_FREE = {"errors", "formats", "files", "report", "page", "events", "hardware", "policy", "doctor", "template", "cli", "__main__"}
+TORCH_FREE = {
+    "errors",
+    "formats",
+    "files",
+    "report",
+    "page",
+    "events",
+    "hardware",
+    "policy",
+    "doctor",
+    "template",
+    "cli",
+    "__main__",
+}
 
 
 def part_of(path):

@@ -445,11 +445,13 @@ def test_nothing_is_left_after_an_exception(kind):
     assert recorder.read() != Record()
 
 
-def test_two_recorders_at_once_do_not_see_each_other():
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+@pytest.mark.parametrize("width", [4, 2048])
+def test_two_recorders_at_once_do_not_see_each_other(width):
+    """Small tensors are copied, large ones counted at once, by operations of torch in both cases."""
+    model = nn.Sequential(nn.Linear(4, width), nn.Tanh()).bfloat16()
 
     def run():
-        model(X).sum().backward()
+        model(X.bfloat16()).sum().backward()
 
     alone = record(run, model)
     model.zero_grad()

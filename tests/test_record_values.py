@@ -304,6 +304,9 @@ def test_views_of_the_same_values_share_a_row_and_others_do_not():
     assert [values[n].shape for n in (whole, turned, flat)] == [(3, 4), (4, 3), (12,)]
     assert len({id(values[n].row) for n in (whole, part, strided, twice)}) == 4
     assert [values[n].largest for n in (part, strided, twice)] == [11.0, 9.0, 3.0]
+    one = kept.of(tensor.as_strided((4, 1, 3), (1, 99, 4)))  # the stride of a single row leads nowhere
+    assert kept.read()[one].row == kept.read()[whole].row
+    assert kept._tensors[one][-1] == kept._tensors[whole][-1]
 
 
 def test_a_number_read_in_another_format_is_another_tensor():

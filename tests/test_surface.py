@@ -8,6 +8,8 @@ from halfstep import events, policy
 from halfstep.cli import app
 from halfstep.workload import Workload
 
+RECORDS = (events.Overflow, events.Promotion, events.Alert)
+
 
 def parameters(function):
     return [name for name in inspect.signature(function).parameters if name != "self"]
@@ -46,12 +48,16 @@ def test_stepper():
         "on_applied",
         "sinks",
         "keep_casts",
+        "on_exhausted",
+        "explain",
         "passes_closure",
         "hardware",
     ]
     public = {name for name in dir(halfstep.Stepper) if not name.startswith("_")}
     assert public == {
         "backward",
+        "capture",
+        "explanation",
         "flush",
         "forward",
         "fp32_state_dict",
@@ -114,9 +120,10 @@ def test_record_keys():
         "num_replays",
         "nonfinite_share",
     ]
-    keys = {cls.__name__: [field.name for field in dataclasses.fields(cls)] for cls in (events.Overflow, events.Alert)}
+    keys = {cls.__name__: [field.name for field in dataclasses.fields(cls)] for cls in RECORDS}
     assert keys == {
         "Overflow": ["step", "micro_batch", "scale", "parameters"],
+        "Promotion": ["step", "module", "policy", "reason"],
         "Alert": ["rule", "step", "severity", "message", "action", "rank"],
     }
 
@@ -139,6 +146,23 @@ def test_flags():
             "steps",
             "margin",
             "data",
+            "device",
+            "json_file",
+            "html_file",
+        ],
+        "trace": ["workload", "policy", "steps", "seed", "device", "json_file", "html_file"],
+        "ranges": ["workload", "policy", "step", "seed", "device", "json_file", "html_file"],
+        "audit": ["workload", "policy", "step", "seed", "device", "json_file", "html_file"],
+        "diff": ["workload", "policies", "step", "seed", "device", "json_file", "html_file"],
+        "tune": [
+            "workload",
+            "policy",
+            "steps",
+            "seeds",
+            "margin",
+            "probes",
+            "minutes",
+            "policy_file",
             "device",
             "json_file",
             "html_file",

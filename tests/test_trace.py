@@ -14,6 +14,7 @@ from torch import nn
 
 from halfstep.diagnosis.calibration import Calibration
 from halfstep.diagnosis.capture import Capture
+from halfstep.diagnosis.examination import examine
 from halfstep.diagnosis.headroom import Growth, growth_of
 from halfstep.diagnosis.trace import trace_of
 from halfstep.errors import HalfstepError
@@ -169,6 +170,23 @@ def test_overflows_of_the_micro_batch_at_fault_are_no_calibration():
     assert not any("finding its place" in note for note in report.notes)
 
 
+def test_calibration_before_the_fault_is_told_and_that_of_the_fault_is_not():
+    report = trace(hot(3, limit=2.0**4), Policy("fp16"), 4)
+    (note,) = (note for note in report.notes if "finding its place" in note)
+    scale = float(note.split(" to ")[1].split(";")[0])
+    assert report.step == 3
+    assert 1.0 < scale < 2.0**16
+    assert note.startswith(f"{16 - round(math.log2(scale))} overflows were")
+
+
+def test_what_is_harmless_is_examined_once(monkeypatch):
+    seen = []
+    monkeypatch.setattr("halfstep.explain.trace.examine", lambda capture: seen.append(capture) or examine(capture))
+    net = source(trace_nets.MASKED["masked_fill"], batches=trace_nets.sequences)
+    assert not trace(net, Policy.parse("fp16 scale.init=16"), 5).found
+    assert len(seen) == 1
+
+
 class Cooling(nn.Module):
     """Its gradient overflows above the limit that a batch has."""
 
@@ -293,6 +311,19 @@ def test_the_history_has_the_extremes_of_every_operation():
         place = (site._replace(line=None), op)
         seen[place] = max(seen.get(place, 0.0), dict(history.of(site, op))[7])
     assert seen == largest
+
+
+def test_a_history_forgets_a_run_that_is_done_again_and_sees_nothing_while_paused():
+    history, linear = History(), nn.Linear(2, 1)
+    x = [torch.full((1, 2), value) for value in (math.nan, 1.0)]
+    for batch in x:
+        linear.zero_grad()
+        with Walk(linear, history):
+            history.watched(lambda batch=batch: linear(batch).sum())().backward()
+    with history.paused(), Walk(linear, history):
+        history.watched(lambda: linear(x[0]).sum())
+        linear(x[0]).sum().backward()
+    assert history.read(1) == set()
 
 
 # --- the report ----------------------------------------------------------------------------------------------------
