@@ -71,7 +71,6 @@ _PROJECTS = frozenset(
     | {f"_scaled_dot_product_{kind}_backward" for kind in ("flash_attention_for_cpu", "flash_attention")}
     | {f"_scaled_dot_product_{kind}_backward" for kind in ("efficient_attention", "cudnn_attention")}
 )
-_OVERWRITES = frozenset({"copy_", "fill_", "zero_"})
 
 Key = tuple[str | None, str, str, str | None, int | None]
 """Module, operation, phase, file and line."""
@@ -106,8 +105,6 @@ class Auditor:
             result = func(*args, **kwargs)
             self._restart(name, named, floats(result), written)
             return result
-        if name in _OVERWRITES:
-            read = [tensor for tensor in read if tensor is not args[0]]
         key = (site.module, name.removesuffix("_"), site.phase, site.file, site.line)
         before, history, sources = self._inputs(read, key)
         replay = Replay(func, named, self._uses_tf32)
