@@ -24,13 +24,13 @@ def write_html(report: Report, path: str | os.PathLike[str]) -> None:
 
 
 def html_page(report: Report) -> str:
-    """The page of ``report`` as text: its sheet, with the figures ahead of what closes it."""
+    """The page of ``report`` as text: its sheet, with the figures ahead of the tables."""
     sheet, figures = report.sheet(), report.figures()
     closing = "\n".join(f'<p class="closing">{escape(sentence)}</p>' for sentence in sheet.closing)
     parts = [
         header(f"halfstep {type(report).__name__.removesuffix('Report').lower()}", "", sheet.headline, sheet.facts),
-        *(table_section(table) for table in sheet.tables),
         chart_sections(figures),
+        *(table_section(table) for table in sheet.tables),
         closing,
     ]
     return document(sheet.headline, "\n".join(filter(None, parts)), figures)

@@ -14,7 +14,7 @@ LARGE = 4 * SAMPLE
 
 
 def apart(a, b, ratio=1.0):
-    return difference(keep(torch.as_tensor(a)), keep(torch.as_tensor(b)), ratio).item()
+    return difference(keep(torch.as_tensor(a)), keep(torch.as_tensor(b)), ratio)[0].item()
 
 
 def test_it_is_the_largest_difference_at_the_scale_of_the_larger_tensor():
@@ -35,10 +35,10 @@ def test_one_rounding_costs_one_unit_roundoff_at_most():
 
 def test_sums_are_taken_at_the_scale_of_their_terms():
     a, b = keep(torch.tensor([1e-6])), keep(torch.tensor([2e-6]))
-    assert difference(a, b).item() == pytest.approx(0.5)
-    assert difference(a._replace(terms=torch.tensor(1.0).double()), b).item() == pytest.approx(1e-6)
-    assert difference(a, b._replace(terms=torch.tensor(8.0).double()), 4.0).item() == pytest.approx(0.5e-6 / 2)
-    assert difference(a._replace(terms=torch.tensor(math.inf).double()), b).item() == pytest.approx(0.5)
+    assert difference(a, b).tolist() == pytest.approx([0.5, 1e-6])
+    assert difference(a._replace(terms=torch.tensor(1.0).double()), b)[0].item() == pytest.approx(1e-6)
+    assert difference(a, b._replace(terms=torch.tensor(8.0).double()), 4.0)[0].item() == pytest.approx(0.5e-6 / 2)
+    assert difference(a._replace(terms=torch.tensor(math.inf).double()), b)[0].item() == pytest.approx(0.5)
 
 
 def test_what_is_not_finite_in_one_alone_is_infinitely_far():
@@ -104,7 +104,8 @@ def test_a_cast_loses_what_rounding_costs_what_it_flushes_and_what_overflows():
 
     def lost(*values, dtype=half):
         x = torch.tensor(values)
-        return lost_by_cast(x, x.to(dtype))
+        found = lost_by_cast(x, x.to(dtype))
+        return None if found is None else found[0]
 
     assert lost(1.0, 3.0).item() == 0.0
     assert lost(1.0, 1 + 2.0**-11).item() == pytest.approx(2.0**-11, rel=1e-3)
@@ -116,5 +117,8 @@ def test_a_cast_loses_what_rounding_costs_what_it_flushes_and_what_overflows():
     assert lost(1.0, 1e5, dtype=torch.bfloat16).item() < 2.0**-8
     assert lost(1.0, dtype=torch.float32) is None
     wide = torch.tensor([1e5], dtype=torch.bfloat16)
-    assert lost_by_cast(wide, wide.half()).item() == math.inf
+    assert lost_by_cast(wide, wide.half()).tolist() == [math.inf, math.inf]
+    assert lost_by_cast(torch.tensor([1e-9, 4.0]), torch.tensor([0.0, 4.0]).half()).tolist() == pytest.approx(
+        [2.5e-10, 1e-9]
+    )
     assert lost_by_cast(torch.zeros(0), torch.zeros(0, dtype=half)) is None

@@ -100,7 +100,7 @@ def test_a_sheet_of_one_sentence_is_a_page():
     assert [tag for tag, _ in reader.tags if tag in ("table", "section")] == []
 
 
-def test_charts_are_drawn_after_the_tables_and_come_with_plotly():
+def test_charts_are_drawn_ahead_of_the_tables_and_come_with_plotly():
     pytest.importorskip("plotly")
     text = html_page(FableReport(SHEET, {"bars": FIGURE}))
     assert len(text) > 1_000_000
@@ -108,7 +108,7 @@ def test_charts_are_drawn_after_the_tables_and_come_with_plotly():
     assert "script-src 'unsafe-inline'" in text
     found = re.search(r'<script type="application/json" id="figures">(.*?)</script>', text, re.DOTALL)
     assert json.loads(found[1]) == {"bars": {"data": FIGURE.data, "layout": FIGURE.layout}}
-    assert text.index("Two of two.") < text.index("A chart") < text.index('<div id="bars">') < text.index("The end.")
+    assert text.index("A chart") < text.index('<div id="bars">') < text.index("Two of two.") < text.index("The end.")
 
 
 def test_text_of_the_user_is_no_markup():

@@ -156,10 +156,14 @@ def test_values_before_and_after_a_write_are_told_apart():
     assert read == [3.0, 6.0, 16.0, 16.0, 48.0]
     assert written == [6.0, 16.0, 16.0, 48.0]
     assert operations[2].inputs[0].num_zeros == 0
-    assert (
-        operations[4].inputs[0] is operations[3].outputs[0]
-        or operations[4].inputs[0].row == operations[3].outputs[0].row
-    )
+
+
+def test_what_an_operation_wrote_is_what_the_next_one_reads():
+    x = torch.tensor([1.0, -2.0, 3.0])
+    scaled, cut, read = record(lambda: x.mul_(2).relu_().exp())
+    assert scaled.inputs[0] is not scaled.outputs[0]
+    assert cut.inputs[0] is scaled.outputs[0]
+    assert read.inputs[0] is cut.outputs[0]
 
 
 def test_a_saved_tensor_that_a_view_of_it_changed_is_not_taken_for_the_old_one():

@@ -46,6 +46,7 @@ def tensors():
         yield str(dtype), patterns(dtype)
     yield "random bits", random_bits(5000)
     yield "subnormals", bits(1, 2, 0x007FFFFF, 0x00800000, 0x80000001, 0x807FFFFF)
+    yield "the largest subnormal and zero", bits(0, 0x007FFFFF, 0x00800000, 0x80000000)
     yield "payloads", bits(0x7F800001, 0x7FC00000, 0xFF800001, 0xFFFFFFFF, 0x7FFFFFFF)
     yield "infinities", torch.tensor([math.inf, -math.inf, -math.inf, 1.0])
     yield "only NaN", torch.full((3,), math.nan)
@@ -102,7 +103,7 @@ def by_many(tensor):
     """Among others, as small tensors are."""
     before, after = torch.tensor([7.0, 0.0, math.inf]), torch.tensor([math.nan, 1e-40])
     values = flat(tensor)
-    found = rows_on_cpu(torch.cat([before, values, after]), [3, len(values), 2])
+    found = rows_on_cpu(torch.cat([before, values, after]).numpy(), [3, len(values), 2])
     assert torch.equal(found[0], measure(before))
     assert torch.equal(found[2], measure(after))
     return found[1]
@@ -243,6 +244,13 @@ def test_what_waits_is_bounded():
         assert kept._num_waiting <= rows.ROOM
         assert sum(len(copy) for _, copy in itertools.chain(*kept._waiting.values())) == kept._num_waiting
     assert all(row[127] == SMALL - 1 for row in kept.read())
+
+
+def test_many_tiny_tensors_are_counted_in_several_goes():
+    kept, tensors = Rows(), list(random_bits(3 * 2 * rows.MOST + 30).split(3))
+    numbers = [kept.add(tensor) for tensor in tensors]
+    found = kept.read()
+    assert [torch.tensor(found[number]).tolist() for number in numbers] == [measure(t).tolist() for t in tensors]
 
 
 def test_reading_twice_and_going_on_between():

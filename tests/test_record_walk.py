@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from reference.nets import CPU
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils.checkpoint import checkpoint
 
@@ -461,10 +462,18 @@ def test_what_the_visitor_runs_itself_is_not_seen():
             torch.ones(3).exp().sum()
             return result
 
-    model, seen = nn.Tanh(), Asks()
-    with Walk(model, seen):
-        model(X)
-    assert [name for name, _ in seen.operations] == ["tanh"]
+    class Names(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            names.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    model, seen, names = nn.Tanh(), Asks(), []
+    x = X.clone().requires_grad_()
+    with Names(), Walk(model, seen):
+        torch.autograd.backward([model(x)], [X])  # which is no torch function, so that modes stay on meanwhile
+    assert [name for name, _ in seen.operations] == ["tanh", "tanh_backward", "detach"][: len(seen.operations)]
+    assert names[0] == "tanh"
+    assert "exp" not in names
 
 
 def test_a_default_device_and_a_function_mode_of_the_user_do_not_matter():

@@ -12,7 +12,7 @@ from typing import Any
 from halfstep.diagnosis.advice import Advice, advice_table
 from halfstep.diagnosis.capture import Capture
 from halfstep.errors import HalfstepError
-from halfstep.explain.divergence import JUMP, Compared
+from halfstep.explain.divergence import Compared
 from halfstep.explain.error import unit_of
 from halfstep.explain.rehearsal import capture_at
 from halfstep.explain.stream import Ran
@@ -33,10 +33,10 @@ class DiffRow:
     module:  None outside of the model, as in a loss function; "" is the model's own forward.
     formats: of what goes in and comes out in each run, as ``fp16 -> fp16``; None in a run that does not have it.
     error:   largest difference of the two results, in units of u at the scale of the tensor; inf where one alone is
-             not finite. expected: the same of what its inputs carry, at least 1.
+             not finite. expected: the same of what its inputs carry, at least 1. limit: what it may be.
     kind:    ``arithmetic``; ``cast`` of one run alone, with what it loses as error; ``random`` draws; ``decision``, a
              step function or what it picks; ``unpaired``. Of random draws and decisions only inf counts.
-    parts:   whether the runs part here: error > JUMP x expected.
+    parts:   whether the runs part here: error > limit.
     is_finite: of the results in each run.
     """
 
@@ -49,6 +49,7 @@ class DiffRow:
     formats: tuple[str | None, str | None]
     error: float | None
     expected: float | None
+    limit: float | None
     kind: str
     parts: bool = False
     is_finite: tuple[bool, bool] = (True, True)
@@ -61,6 +62,7 @@ class DiffRow:
             (both[0].arrow if both[0] else None, both[1].arrow if both[1] else None),
             compared.error,
             compared.expected,
+            compared.limit,
             compared.kind,
             compared.parts,
             (_is_finite(both[0]), _is_finite(both[1])) if math.isinf(compared.error) else (True, True),
@@ -68,7 +70,7 @@ class DiffRow:
 
     @classmethod
     def without_partner(cls, ran: Ran, side: int) -> DiffRow:
-        return cls(*_place(ran), (None, ran.arrow) if side else (ran.arrow, None), None, None, "unpaired")
+        return cls(*_place(ran), (None, ran.arrow) if side else (ran.arrow, None), None, None, None, "unpaired")
 
     @property
     def where(self) -> str:
@@ -90,6 +92,7 @@ class DiffRow:
             "formats": list(self.formats),
             "error": json_number(self.error),
             "expected": json_number(self.expected),
+            "limit": json_number(self.limit),
             "kind": self.kind,
             "parts": self.parts,
         }
@@ -146,7 +149,6 @@ class DiffReport(Report):
             "losses": [json_number(loss) for loss in self.losses],
             "grad_norms": [json_number(norm) for norm in self.grad_norms],
             "unit": {"format": self.unit.name, "value": unit_of(self.unit)},
-            "limit": JUMP,
             "paired_pct": self.paired_pct,
             "num_operations": self.num_operations,
             "first": None if self.first is None else self.first.to_dict() | {"what": self.what(self.first)},
@@ -222,7 +224,7 @@ class DiffReport(Report):
         )
 
     def _closing(self) -> Iterator[str]:
-        draws = [row for row in self.rows if row.kind == "random" and (row.error or 0) > JUMP * (row.expected or 1)]
+        draws = [row for row in self.rows if row.kind == "random" and (row.error or 0) > (row.limit or 0)]
         if draws:
             who = "1 random operation draws" if len(draws) == 1 else f"{len(draws)} random operations draw"
             yield (

@@ -1,11 +1,13 @@
 """Where two runs part by more than their formats cost: each pair of operations, judged by what its inputs carry.
 
-    error     max |b - a| / (u x S), S = max(|a|, |b|, terms)
+    error     max |b - a| / (u S), S = max(|a|, |b|, terms)
     expected  the largest error of what made its inputs; at least 1, and at least the roundoff of its own formats over u
-    parts     where error > JUMP x expected
+    limit     JUMP x expected; of exponentials, sines and attention at least 2 d / u, as long as that is a quarter of S
+    parts     where error > limit
 
 u is the unit roundoff of the coarsest format of the two policies; terms is what :class:`halfstep.explain.stream.Kept`
-says, so that a sum which cancels by chance, as the gradient of a bias does, is judged by what it is made of. An
+says, so that a sum which cancels by chance, as the gradient of a bias does, is judged by what it is made of. The result
+of an exponential is off by d, the absolute error of what goes in: of logits around 50, 16 bit leaves it 50 u. An
 operation that follows itself, as a running sum does, is judged by what went into the first of the row, or it would part
 by one step at a time.
 """
@@ -15,7 +17,8 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,7 +26,13 @@ from halfstep.explain.pairing import Pair, pair_up
 from halfstep.explain.stream import MASK, SAMPLE, Kept, Ran, Source, beyond
 
 JUMP = 16.0
-"""How many times more error than its inputs carry an operation may have. Right operations of healthy models reach 6."""
+"""How many times more error than its inputs carry an operation may have. Right operations of healthy models reach 8."""
+
+_QUARTER = 0.25
+_BY_ABSOLUTE = frozenset(
+    ("exp", "exp2", "expm1", "_softmax", "_log_softmax_backward_data", "sigmoid", "tanh", "erf", "sin", "cos")
+)
+"""Functions whose result is off by the absolute error of their input, not by its relative one; and fused attention."""
 
 _DECIDES = frozenset(
     f"{name}_backward" for name in ("threshold", "hardtanh", "hardswish", "hardsigmoid", "leaky_relu", "prelu_kernel")
@@ -35,14 +44,15 @@ _DECIDES = frozenset(
 class Compared:
     """A pair of operations, or a cast that one run has; ``a`` or ``b`` is None then.
 
-    error, expected: in units of u. kind: ``arithmetic``, ``cast``, ``random`` or ``decision``; of the last two only
-    what is not finite counts, since they may well differ.
+    error, expected, limit: in units of u. kind: ``arithmetic``, ``cast``, ``random`` or ``decision``; of the last two
+    only what is not finite counts, since they may well differ.
     """
 
     a: Ran | None
     b: Ran | None
     error: float
     expected: float
+    limit: float
     kind: str = "arithmetic"
 
     @property
@@ -54,7 +64,7 @@ class Compared:
     @property
     def parts(self) -> bool:
         is_judged = self.kind in ("arithmetic", "cast") or (self.kind == "decision" and math.isinf(self.error))
-        return is_judged and self.error > JUMP * self.expected
+        return is_judged and self.error > self.limit
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,53 +81,69 @@ class Comparison:
         return 100.0 * self.num_paired / self.num_operations if self.num_operations else 100.0
 
 
+class Carried(NamedTuple):
+    """What the inputs of an operation carry, in units of u: the largest error at the scale of its tensor, the same
+    before a row of operations of its like, the largest absolute error; and whether one is a decision that fell
+    otherwise."""
+
+    error: float = 0.0
+    base: float = 0.0
+    absolute: float = 0.0
+    is_decided: bool = False
+
+
 class Errors:
-    """What one run carries: the error of each output, and which outputs are decisions that fell another way."""
+    """What each output of one run carries."""
 
     def __init__(self, ran: Sequence[Ran], unit: float) -> None:
         self.ran = ran
-        lost = [(i, operation.lost) for i, operation in enumerate(ran) if operation.lost is not None]
-        values = torch.stack([value for _, value in lost]).tolist() if lost else []
-        self._lost = {i: value / unit for (i, _), value in zip(lost, values, strict=True)}
-        self._errors: dict[Source, float] = {}
-        self._bases: dict[Source, tuple[Ran, float]] = {}
-        self._decided: set[Source] = set()
+        self.lost = _read({i: operation.lost for i, operation in enumerate(ran)}, unit)
+        self.scores = _read({i: operation.score for i, operation in enumerate(ran)}, 1.0)
+        self._known: dict[Source, tuple[Ran, Carried]] = {}
 
-    def carried(self, number: int, within: Sequence[int] = ()) -> tuple[float, float, bool]:
-        """Of the inputs of an operation: largest error, the same before a row of its like, whether one is decided."""
-        error = base = 0.0
-        is_decided = False
+    def carried(self, number: int, within: Sequence[int] = ()) -> Carried:
+        """Of the inputs of an operation, those from ``within`` aside."""
+        found = Carried()
         for source in self.ran[number].inputs:
-            if source.number not in within:
-                carried = self._errors.get(source, 0.0)
-                maker, start = self._bases.get(source, (None, 0.0))
-                is_like = maker is not None and maker.key == self.ran[number].key
-                error, base = max(error, carried), max(base, start if is_like else carried)
-                is_decided |= source in self._decided
-        return error, base, is_decided
+            if source in self._known and source.number not in within:
+                maker, carried = self._known[source]
+                found = Carried(
+                    max(found.error, carried.error),
+                    max(found.base, carried.base if maker.key == self.ran[number].key else carried.error),
+                    max(found.absolute, carried.absolute),
+                    found.is_decided or carried.is_decided,
+                )
+        return found
 
     def pass_on(self, number: int) -> float:
         """An edge, or an operation without a partner, hands on what it is given; the error that a cast adds, or 0."""
-        ran = self.ran[number]
-        error, base, is_decided = self.carried(number)
-        lost: float = self._lost.get(number, 0.0)
-        maker = ran
-        if ran.is_edge and ran.inputs:
-            maker, base = self._bases.get(ran.inputs[0], (ran, base))  # a row goes on through casts
+        ran, carried, maker = self.ran[number], self.carried(number), self.ran[number]
+        relative: float
+        absolute: float
+        relative, absolute = self.lost.get(number, (0.0, 0.0))
+        base = carried.base
+        if ran.is_edge and ran.inputs and ran.inputs[0] in self._known:
+            maker, known = self._known[ran.inputs[0]]  # a row goes on through casts
+            base = known.base
+        carried = Carried(
+            max(carried.error, relative), max(base, relative), max(carried.absolute, absolute), carried.is_decided
+        )
         for output in range(max(1, len(ran.outputs))):
-            self._set(Source(number, output), max(error, lost), maker, max(base, lost), is_decided)
-        return lost
+            self._known[Source(number, output)] = maker, carried
+        return relative
 
-    def set(self, number: int, errors: dict[int, float], other: float, base: float, decided: frozenset[int]) -> None:
+    def set(self, number: int, outputs: dict[int, Carried], other: Carried) -> None:
         """What was found of each output; ``other`` of one that was not compared."""
-        ran = self.ran[number]
-        for output in range(len(ran.outputs)):
-            self._set(Source(number, output), errors.get(output, other), ran, base, output in decided)
+        for output in range(len(self.ran[number].outputs)):
+            self._known[Source(number, output)] = self.ran[number], outputs.get(output, other)
 
-    def _set(self, source: Source, error: float, maker: Ran, base: float, is_decided: bool) -> None:
-        self._errors[source], self._bases[source] = error, (maker, base)
-        if is_decided:
-            self._decided.add(source)
+
+def _read(tensors: dict[int, torch.Tensor | None], unit: float) -> dict[int, Any]:
+    """Numbers in units of ``unit``, read from the device at once."""
+    given = {number: tensor for number, tensor in tensors.items() if tensor is not None}
+    if not given:
+        return {}
+    return dict(zip(given, (torch.stack(list(given.values())) / unit).tolist(), strict=True))
 
 
 def compare(a: Sequence[Ran], b: Sequence[Ran], unit: float, factor: float = 1.0) -> Comparison:
@@ -159,8 +185,8 @@ def sources_of(ran: Sequence[Ran], numbers: Sequence[int]) -> list[frozenset[int
     return [reached[number] for number in numbers]
 
 
-_Found = dict[tuple[int, int], float]
-"""Difference of an output relative to its scale, by pair and output; of a decision, 1.0 if it fell another way."""
+_Found = dict[tuple[int, int], tuple[float, float]]
+"""What :func:`difference` gives, by pair and output."""
 
 
 def _differences(a: Sequence[Ran], b: Sequence[Ran], pairs: Sequence[Pair], factor: float) -> _Found:
@@ -177,7 +203,7 @@ def _differences(a: Sequence[Ran], b: Sequence[Ran], pairs: Sequence[Pair], fact
                 places.append((number, output))
     found: _Found = {}
     for place, row in zip(places, torch.stack(rows).tolist() if rows else [], strict=True):
-        found[place] = min(row, found.get(place, math.inf))
+        found[place] = min((row[0], row[1]), found.get(place, (math.inf, math.inf)))
     return found
 
 
@@ -213,13 +239,13 @@ def _are_alike(x: Kept, y: Kept) -> bool:
 
 
 def difference(a: Kept, b: Kept, ratio: float = 1.0) -> torch.Tensor:
-    """max |b / ratio - a| / S, a float64 scalar on the device; inf where one alone is not finite.
+    """max |b / ratio - a|, float64 [2] on the device: in proportion to S, and as it is; inf where one is not finite.
 
     Of whole numbers and truth values 1 if any differs, else 0.
     """
     x, y = a.sample.double(), b.sample.double()
     if a.is_discrete:
-        return ((x != y).any() | (a.extremes[0] != b.extremes[0])).double()
+        return ((x != y).any() | (a.extremes[0] != b.extremes[0])).double().expand(2)
     is_far = (x.abs() >= beyond(a.format)) & (y.abs() >= beyond(b.format)) & (x.sign() == y.sign())
     y = y / ratio
     is_mask = ((x < MASK) & (y == -math.inf)) | ((y < MASK) & (x == -math.inf))
@@ -230,56 +256,72 @@ def difference(a: Kept, b: Kept, ratio: float = 1.0) -> torch.Tensor:
     for terms in (a.terms, b.terms if b.terms is None else b.terms / ratio):
         if terms is not None:
             scale = torch.maximum(scale, torch.where(terms.isfinite(), terms, 0.0))
-    relative = torch.where(largest > 0, largest / scale, 0.0)
+    apart_by = torch.stack([torch.where(largest > 0, largest / scale, 0.0), largest])
     if math.prod(a.shape) <= SAMPLE:
-        return relative
+        return apart_by
     is_unseen = ((a.extremes[1] > 0) != (b.extremes[1] > 0)) & x.isfinite().all() & y.isfinite().all()
-    return torch.where(is_unseen, math.inf, relative)
+    return torch.where(is_unseen, math.inf, apart_by)
 
 
 def _judge(a: Sequence[Ran], b: Sequence[Ran], pairs: Sequence[Pair], found: _Found, unit: float) -> list[Compared]:
     errors_a, errors_b = Errors(a, unit), Errors(b, unit)
-    by_number: dict[int, dict[int, float]] = defaultdict(dict)
+    by_number: dict[int, dict[int, tuple[float, float]]] = defaultdict(dict)
     for (number, output), value in found.items():
         by_number[number][output] = value
     ends = {pair.b[-1]: number for number, pair in enumerate(pairs)}
     inner_a = {i for pair in pairs for i in pair.a}
     compared: list[Compared] = []
     next_a = 0
-    for j, ran in enumerate(b):
+    for j in range(len(b)):
         if j not in ends:
-            if (lost := errors_b.pass_on(j)) > JUMP and ran.is_edge:
-                compared.append(Compared(None, ran, lost, max(1.0, ran.unit / unit), "cast"))
+            compared += _judge_cast(errors_b, j, unit)
             continue
         pair = pairs[ends[j]]
         for i in range(next_a, pair.a[-1]):
-            if i not in inner_a and (lost := errors_a.pass_on(i)) > JUMP and a[i].is_edge:
-                compared.append(Compared(a[i], None, lost, max(1.0, a[i].unit / unit), "cast"))
+            if i not in inner_a:
+                compared += [replace(cast, a=cast.b, b=None) for cast in _judge_cast(errors_a, i, unit)]
         next_a = max(next_a, pair.a[-1])
         compared.append(_judge_pair(errors_a, errors_b, pair, by_number[ends[j]], unit))
     return compared
 
 
-def _judge_pair(errors_a: Errors, errors_b: Errors, pair: Pair, found: dict[int, float], unit: float) -> Compared:
+def _judge_cast(errors: Errors, number: int, unit: float) -> list[Compared]:
+    """The cast, if it loses too much."""
+    ran, lost = errors.ran[number], errors.pass_on(number)
+    expected = max(1.0, ran.unit / unit)
+    cast = Compared(None, ran, lost, expected, JUMP * expected, "cast")
+    return [cast] if ran.is_edge and cast.parts else []
+
+
+def _judge_pair(
+    errors_a: Errors, errors_b: Errors, pair: Pair, found: dict[int, tuple[float, float]], unit: float
+) -> Compared:
     a, b = errors_a.ran[pair.a[-1]], errors_b.ran[pair.b[-1]]
     short = a if len(pair.a) <= len(pair.b) else b
-    carried = [errors_a.carried(i, pair.a) for i in pair.a] + [errors_b.carried(j, pair.b) for j in pair.b]
-    base = max(base for _, base, _ in carried)
+    inputs = [errors_a.carried(i, pair.a) for i in pair.a] + [errors_b.carried(j, pair.b) for j in pair.b]
+    carried = Carried(*(max(values) for values in zip(*inputs, strict=True)))
     discrete = {k for k, kept in enumerate(short.outputs) if kept.is_discrete}
-    decided = frozenset(k for k in discrete if found.get(k))
-    errors = {k: value / unit for k, value in found.items() if k not in discrete}
-    worst = max(errors.values(), default=0.0)
-    if a.is_random or b.is_random:
-        kind = "random"
-    elif decided or any(is_decided for *_, is_decided in carried) or b.op.rstrip("_") in _DECIDES:
-        kind = "decision"
-    else:
-        kind = "arithmetic"
-    other = max(error for error, *_ in carried)
+    outputs = {
+        k: Carried(is_decided=relative > 0)
+        if k in discrete
+        else Carried(relative / unit, carried.base, absolute / unit)
+        for k, (relative, absolute) in found.items()
+    }
+    worst = max(outputs.values(), default=carried)
+    is_decision = carried.is_decided or any(o.is_decided for o in outputs.values()) or b.op.rstrip("_") in _DECIDES
+    kind = "random" if a.is_random or b.is_random else "decision" if is_decision else "arithmetic"
+    other = carried._replace(is_decided=False)
     for side, numbers in ((errors_a, pair.a), (errors_b, pair.b)):
         for number in numbers:
             if side.ran[number] is short or not pair.is_whole_call:
-                side.set(number, errors, other, base, decided)
+                side.set(number, outputs, other)
             else:
-                side.set(number, {}, worst if errors else other, base, frozenset())
-    return Compared(a, b, worst, max(1.0, base, a.unit / unit, b.unit / unit), kind)
+                side.set(number, {}, worst._replace(is_decided=False))
+    expected = max(1.0, carried.base, a.unit / unit, b.unit / unit)
+    limit = JUMP * expected
+    score = max(errors_a.scores.get(pair.a[-1], 0.0), errors_b.scores.get(pair.b[-1], 0.0))
+    if score or b.op.rstrip("_") in _BY_ABSOLUTE:
+        absolute = carried.base * score if score else carried.absolute
+        limit = max(limit, min(2 * max(absolute, score), _QUARTER / unit))
+    error = worst.error if outputs else 0.0
+    return Compared(a, b, error, expected, limit, kind)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,9 +26,6 @@ LIMITS = {PRODUCT: 1.0, ULP: 4.0}
 _FP32_LIMIT = 2.0**12
 """The same in fp32, where a formula may cancel inside, as 1 - p of a sure classifier does. That is half of one rounding
 to fp16: what computes in 16 bit inside fails."""
-
-_SHAKES = 8.0
-"""How many times the change that rounding the inputs to fp32 makes is put down to a kernel that computes in fp32."""
 
 PRODUCTS = frozenset(
     {"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "vdot", "addbmm", "addr", "linear"}
@@ -98,7 +94,6 @@ class Replay:
         self._exact: Any = None
         self._magnitude: Any = None
         self._note: str | None = None
-        self._shaken: Callable[[], Any] | None = None
         convert, dtype = widen, torch.float64
         try:
             self._exact = run_wide(func, named, widen)
@@ -115,14 +110,6 @@ class Replay:
             self._note = "against fp32, for it has no float64"
         if name in PRODUCTS | SUMS:
             self._magnitude = run_magnitude(func, named, convert)
-        elif not func._schema.is_mutable:
-            generator = torch.Generator().manual_seed(0)
-
-            def shake(tensor: torch.Tensor) -> torch.Tensor:
-                signs = torch.randint(0, 2, tensor.shape, generator=generator).to(tensor.device) * 2 - 1
-                return convert(tensor) * (1.0 + signs * unit_of(FORMATS["fp32"]))
-
-            self._shaken = lambda: run_wide(func, named, shake, dtype)
 
     def judge(self, outputs: list[torch.Tensor]) -> Call:
         """What the operation gave against what it should have: the worst of its outputs."""
@@ -130,23 +117,19 @@ class Replay:
         if self._exact is None:
             return worst
         exacts, magnitudes = matched(outputs, self._exact), matched(outputs, self._magnitude)
-        first = stored_format(outputs[0].dtype)
-        for index, (output, exact, magnitude) in enumerate(zip(outputs, exacts, magnitudes, strict=True)):
+        for output, exact, magnitude in zip(outputs, exacts, magnitudes, strict=True):
             format = stored_format(output.dtype)
-            if format is None or first is None or exact is None:
+            if format is None or exact is None:
                 continue
             if self._uses_tf32 and format.name == "fp32" and output.is_cuda:
                 format = FORMATS["tf32"]
-            # What a 16-bit operation gives besides in fp32, as attention does its logsumexp, is for its backward alone.
-            call = self._judge(index, output, exact, magnitude, max(format, first, key=unit_of))
+            call = self._judge(output, exact, magnitude, format)
             distance = max(worst.distance, call.distance)
             worst = call if worst.error is None or call.rank > worst.rank else worst
             worst.distance = distance
         return worst
 
-    def _judge(
-        self, index: int, output: torch.Tensor, exact: torch.Tensor, magnitude: torch.Tensor | None, format: Format
-    ) -> Call:
+    def _judge(self, output: torch.Tensor, exact: torch.Tensor, magnitude: torch.Tensor | None, format: Format) -> Call:
         unit = ULP if magnitude is None else PRODUCT
         # fp32 sums of n terms walk away from the exact one by about sqrt(n) of their own roundings.
         most = _FP32_LIMIT if unit == ULP and format.name == "fp32" else LIMITS[unit]
@@ -161,17 +144,10 @@ class Replay:
             call.kind, call.is_mask = OVERFLOW, bool((output[lost] == -math.inf).all())
             call.note = f"{beyond:.3g} {fits} into {format.name}, whose largest number is {format.max:.5g}"
         elif error > limit:
-            call.kind = INEXACT if error > limit + self._noise(index, exact, format) else None
+            call.kind = INEXACT
         elif self._read and not self._makes_masks and not math.isfinite(largest(output)):
             call.makes = all(math.isfinite(largest(tensor)) for tensor in self._read)
         return call
-
-    def _noise(self, index: int, exact: torch.Tensor, format: Format) -> float:
-        """How much rounding its inputs to fp32 changes the result: no kernel that computes in fp32 is nearer."""
-        if self._shaken is None:
-            return 0.0
-        other = _floating(self._shaken())[index]
-        return _SHAKES * in_units(difference(other, exact), format, scale_of(exact))
 
 
 def matched(outputs: list[torch.Tensor], twins: Any) -> list[torch.Tensor | None]:

@@ -18,7 +18,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from halfstep.explain.error import largest, relative, scale_of, unit_of, widen
-from halfstep.explain.exact import is_plain, run_wide
+from halfstep.explain.exact import run_wide
 from halfstep.formats import Format
 from halfstep.record.recorder import op_name
 from halfstep.record.walk import Site
@@ -127,7 +127,7 @@ class Shadow:
         if name in _DECISIONS:
             return None
         for tensor in written:
-            if is_plain(tensor) and self._entry(tensor) is None:
+            if not tensor.is_complex() and self._entry(tensor) is None:
                 whole = tensor.detach().as_strided((_size(tensor),), (1,), 0)
                 self._add(tensor, widen(whole))
         gate = named.get("self") if name in _GATES else None
@@ -136,6 +136,8 @@ class Shadow:
     def store(self, tensor: torch.Tensor, exact: torch.Tensor | None) -> None:
         """``exact`` is the shadow of what an operation returned or wrote; None if it has none."""
         entry = self._entry(tensor)
+        if entry is None:  # what is there may be of the same memory as another format, or before it was resized
+            self._entries.pop(tensor.untyped_storage()._cdata, None)
         if exact is None or tensor.is_complex() or exact.shape != tensor.shape:
             if entry is not None:  # written by something that has no shadow, or only a part of it
                 self.of(tensor).copy_(tensor.detach())

@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from halfstep.explain.error import stored_format, unit_of
-from halfstep.explain.exact import is_random
+from halfstep.explain.exact import arguments, is_random
 from halfstep.explain.pairing import Key
 from halfstep.formats import FORMATS
 from halfstep.record.recorder import floats, inputs_of, is_uninitialised, op_name
@@ -74,7 +74,8 @@ class Ran:
     formats: of its floating inputs.
     outputs: what it gave; of an edge, nothing.
     into:    of a cast or a copy, the format of what it gives.
-    lost:    of a cast, the largest error that it makes in proportion to the largest value; a float64 scalar.
+    lost:    of a cast, float64 [2]: the largest error that it makes, in proportion to the largest value and as it is.
+    score:   of attention, how large its scores can be, |q||k| x the factor; a float64 scalar.
     """
 
     site: Site
@@ -84,6 +85,7 @@ class Ran:
     outputs: tuple[Kept, ...] = ()
     into: str | None = None
     lost: torch.Tensor | None = None
+    score: torch.Tensor | None = None
     is_edge: bool = False
     is_random: bool = False
 
@@ -138,7 +140,8 @@ class Stream:
             elif made and floats([*given, *made]):
                 terms = _terms(name, args, made)
                 outputs = tuple(keep(tensor)._replace(terms=t) for tensor, t in zip(made, terms, strict=True))
-                ran = Ran(site, name, sources, formats, outputs, is_random=draws)
+                score = _score(arguments(func, args, kwargs))
+                ran = Ran(site, name, sources, formats, outputs, score=score, is_random=draws)
         for output, tensor in enumerate(made):
             storage = tensor.untyped_storage()
             source = Source(len(self.ran), 0 if ran.is_edge else output)
@@ -185,7 +188,10 @@ def beyond(format: str) -> float:
 
 
 def lost_by_cast(source: torch.Tensor, made: torch.Tensor) -> torch.Tensor | None:
-    """Largest error of a cast in proportion to the largest value; inf where a value becomes inf. None if it is none."""
+    """Largest error of a cast, float64 [2]: in proportion to the largest value, and as it is. None if it is no cast.
+
+    inf where a value becomes inf.
+    """
     if source.dtype == made.dtype or source.is_complex() or not source.numel():
         return None
     wide, narrow = source.detach(), made.detach()
@@ -194,7 +200,7 @@ def lost_by_cast(source: torch.Tensor, made: torch.Tensor) -> torch.Tensor | Non
     back = narrow.to(wide.dtype)
     alike = (back == wide) | wide.isnan() | ((wide < MASK) & (back == -math.inf))
     apart = torch.where(alike, 0.0, (back - wide).abs()).max().double()
-    return torch.where(apart > 0, apart / _largest(wide, format_name(wide.dtype)), 0.0)
+    return torch.stack([torch.where(apart > 0, apart / _largest(wide, format_name(wide.dtype)), 0.0), apart])
 
 
 def _largest(values: torch.Tensor, format: str) -> torch.Tensor:
@@ -225,6 +231,19 @@ def _terms(name: str, args: tuple[Any, ...], made: Sequence[torch.Tensor]) -> li
             for tensor in made
         ]
     return [None] * len(made)
+
+
+def _score(named: dict[str, Any]) -> torch.Tensor | None:
+    """Bound of the scores of fused attention (Cauchy-Schwarz), a float64 scalar; None of another operation."""
+    if not isinstance(named.get("query"), torch.Tensor) or not isinstance(named.get("key"), torch.Tensor):
+        return None
+    scale = named.get("scale")
+    factor = 1 / math.sqrt(named["query"].shape[-1]) if scale is None else float(scale)
+    query, key = (
+        torch.linalg.vector_norm(named[name].detach(), dim=-1, dtype=torch.float32) for name in ("query", "key")
+    )
+    score: torch.Tensor = (query.max() * key.max()).double() * factor
+    return score
 
 
 def _rms(tensor: torch.Tensor) -> torch.Tensor:
