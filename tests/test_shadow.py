@@ -8,6 +8,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from halfstep.explain.auditor import Auditor
+from halfstep.explain.error import widen
+from halfstep.explain.exact import run_wide
 from halfstep.explain.shadow import Shadow
 from halfstep.formats import FORMATS
 from halfstep.policy import Policy
@@ -69,6 +71,13 @@ def test_the_shadow_is_what_the_same_step_gives_in_float64(name, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
     torch.testing.assert_close(shadow, step(X).double(), rtol=1e-15, atol=0)
     assert (shadow != result.double()).any()
+
+
+def test_a_kernel_that_takes_half_alone_takes_float64_in_its_plain_form():
+    """CUDA's softmax from half to float."""
+    func = torch.ops.aten._softmax.default
+    named = {"self": X.half(), "dim": 0, "half_to_float": True}
+    assert run_wide(func, named, widen).tolist() == X.half().double().softmax(0).tolist()
 
 
 def test_random_numbers_are_what_they_are_and_dropout_keeps_its_mask():

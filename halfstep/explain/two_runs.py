@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from halfstep import oplist
-from halfstep.diagnosis.advice import NOT_TRIED, Advice, try_policies
+from halfstep.diagnosis.advice import MENDS, NOT_TRIED, Advice, try_policies
 from halfstep.diagnosis.capture import Capture, Outcome
 from halfstep.diagnosis.exhaustion import pattern_of
 from halfstep.errors import HalfstepError
@@ -61,7 +61,7 @@ class TwoRuns:
             return ()
         advice = try_policies(self._proposals(policy, parting), lambda other: self._stays(low, other))
         site = parting[0].ran.site
-        if site.file is None or any(a.policy is not None and a.result == "mends it" for a in advice):
+        if site.file is None or any(a.policy is not None and a.result == MENDS for a in advice):
             return advice
         text = "write the line in another way, so that what it loses is not lost: see docs/diff.md"
         return (*advice, Advice(text, None, NOT_TRIED))
