@@ -237,18 +237,23 @@ class ModuleRule:
     """
 
     def __init__(self, module: nn.Module, format: str, device_type: str, token: int) -> None:
-        self.module, self._token = module, token
-        self._forward = _own_forward(module) or _wrap_forward(module, device_type)
-        self._forward.rules[token] = (format in SIXTEEN_BIT, FORMATS[format].dtype)
+        self._token = token
+        forward = _own_forward(module) or _wrap_forward(module, device_type)
+        forward.rules[token] = (format in SIXTEEN_BIT, FORMATS[format].dtype)
+        # Weak, so that a model which refers to its stepper can be freed: what ends a region outlives it otherwise.
+        self._module, self._forward = weakref.ref(module), weakref.ref(forward)
 
     def remove(self) -> None:
         """Take the rule back, and with the last one the wrapper, unless somebody has wrapped it again since."""
-        self._forward.rules.pop(self._token, None)
-        if not self._forward.rules and _own_forward(self.module) is self._forward:
-            if self._forward.wrapped is None:
-                del self.module.forward
+        module, forward = self._module(), self._forward()
+        if module is None or forward is None:
+            return
+        forward.rules.pop(self._token, None)
+        if not forward.rules and _own_forward(module) is forward:
+            if forward.wrapped is None:
+                del module.forward
             else:
-                self.module.forward = self._forward.wrapped
+                module.forward = forward.wrapped
 
 
 def _own_forward(module: nn.Module) -> Any:

@@ -103,7 +103,7 @@ def by_many(tensor):
     """Among others, as small tensors are."""
     before, after = torch.tensor([7.0, 0.0, math.inf]), torch.tensor([math.nan, 1e-40])
     values = flat(tensor)
-    found = rows_on_cpu(torch.cat([before, values, after]).numpy(), [3, len(values), 2])
+    found = torch.from_numpy(rows_on_cpu(torch.cat([before, values, after]).numpy(), [3, len(values), 2]))
     assert torch.equal(found[0], measure(before))
     assert torch.equal(found[2], measure(after))
     return found[1]

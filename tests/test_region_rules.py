@@ -225,6 +225,15 @@ def test_a_region_is_collected_with_its_model_still_there_and_the_other_way_roun
     assert seen() is None
 
 
+def test_a_model_that_refers_to_its_own_region_is_collected():
+    model = Net()
+    model.head.region = Region(model, "bf16 module:head=fp32", CPU)
+    seen = weakref.ref(model)
+    del model
+    gc.collect()
+    assert seen() is None
+
+
 # ---- what a ruled model can still do
 
 

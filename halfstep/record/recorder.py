@@ -73,7 +73,10 @@ class Record:
 
 
 class OperationRecorder:
-    """Records every operation: ``with OperationRecorder(model) as recorder: ...``, then ``recorder.read()``."""
+    """Records every operation: ``with OperationRecorder(model) as recorder: ...``, then ``recorder.read()``.
+
+    What returns nothing, as the fused kernels of optimizers do, is not recorded.
+    """
 
     sees_views = False
 
@@ -90,21 +93,23 @@ class OperationRecorder:
         self._walk.__exit__(*exception)
 
     def visit(self, site: Site, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        name = op_name(func)
+        name, measurements = op_name(func), self._measurements
         if is_uninitialised(name):
             return func(*args, **kwargs)
-        measurements = self._measurements
-        inputs = tuple([measurements.of(tensor) for tensor in floats(inputs_of(func, args, kwargs))])
+        is_recorded = bool(func._schema.returns)  # fused kernels of an optimizer are neither forward nor backward
+        read = floats(inputs_of(func, args, kwargs)) if is_recorded else []
+        inputs = tuple([measurements.of(tensor) for tensor in read])
         result = func(*args, **kwargs)
         written = floats(written_to(func, args, kwargs))
         for tensor in written:
             measurements.written(tensor)
-        returned = floats(result)
-        returned += [tensor for tensor in written if not any(tensor is other for other in returned)]
-        outputs = tuple([self._output(tensor, written) for tensor in returned])
-        if outputs:
-            fills = any(isinstance(a, float) and a == -math.inf for a in (*args, *kwargs.values()))
-            self._operations.append((site, name, inputs, outputs, fills))
+        if is_recorded:
+            returned = floats(result)
+            returned += [tensor for tensor in written if not any(tensor is other for other in returned)]
+            outputs = tuple([self._output(tensor, written) for tensor in returned])
+            if outputs:
+                fills = any(isinstance(a, float) and a == -math.inf for a in (*args, *kwargs.values()))
+                self._operations.append((site, name, inputs, outputs, fills))
         return result
 
     def _output(self, tensor: torch.Tensor, written: list[torch.Tensor]) -> int:

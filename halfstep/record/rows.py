@@ -44,7 +44,7 @@ class Rows:
 
     def __init__(self) -> None:
         self._num_rows = 0
-        self._counted: list[tuple[list[int], torch.Tensor]] = []
+        self._counted: list[tuple[list[int], Any]] = []  # with their rows: an array on a CPU, else a tensor
         self._waiting: dict[torch.device, list[tuple[int, Any]]] = {}
         self._num_waiting = 0
 
@@ -56,7 +56,7 @@ class Rows:
             if tensor.requires_grad:
                 tensor = tensor.detach()
             if size == 0 or size >= SMALL:
-                self._counted.append(([number], measure(tensor)[None]))
+                self._counted.append(([number], _count_one(tensor)))
             else:
                 waiting = self._waiting.setdefault(tensor.device, [])
                 waiting.append((number, _copy(tensor)))
@@ -79,17 +79,20 @@ class Rows:
 
     def read(self) -> list[tuple[int, ...]]:
         """All rows by their numbers; waits once for each device."""
+        found: list[tuple[int, ...]] = [()] * self._num_rows
+        by_device: dict[Any, tuple[list[int], list[Any]]] = {}
         with _unseen():
             self._count_waiting()
-            rows: list[tuple[int, ...]] = [()] * self._num_rows
-            by_device: dict[torch.device, list[tuple[list[int], torch.Tensor]]] = {}
-            for numbers, counted in self._counted:
-                by_device.setdefault(counted.device, []).append((numbers, counted))
-            for parts in by_device.values():
-                numbers = [number for numbers, _ in parts for number in numbers]
-                for number, row in zip(numbers, torch.cat([part for _, part in parts]).tolist(), strict=True):
-                    rows[number] = tuple(row)
-        return rows
+            for numbers, rows in self._counted:
+                device = rows.device if isinstance(rows, torch.Tensor) else None
+                known, parts = by_device.setdefault(device, ([], []))
+                known += numbers
+                parts.append(rows)
+            for device, (known, parts) in by_device.items():
+                together = numpy.concatenate(parts) if device is None else torch.cat(parts)
+                for number, row in zip(known, together.tolist(), strict=True):
+                    found[number] = tuple(row)
+        return found
 
 
 def _unseen() -> Any:
@@ -161,28 +164,31 @@ def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 def measure(tensor: torch.Tensor) -> torch.Tensor:
     """The row of a floating or complex tensor of any size, int64 [WIDTH], on its device."""
+    rows = _count_one(tensor)
+    return rows[0] if isinstance(rows, torch.Tensor) else torch.from_numpy(rows[0])
+
+
+def _count_one(tensor: torch.Tensor) -> Any:
+    """Its row as an array [1, WIDTH] on a CPU, and as a tensor on its device elsewhere."""
     if tensor.device.type == "cpu":
-        return _measure_on_cpu(tensor)
+        return _count_on_cpu(tensor)
     if not tensor.numel():
-        return torch.tensor([0] * (WIDTH - 1) + [INF], device=tensor.device)
+        return torch.tensor([[0] * (WIDTH - 1) + [INF]], device=tensor.device)
     rows = torch.cat([rows_without_read(piece, [piece.numel()]) for piece in _pieces(tensor)])
-    return torch.cat([rows[:, :-2].sum(0), rows[:, -2].amax(0, True), rows[:, -1].amin(0, True)])
+    return torch.cat([rows[:, :-2].sum(0, True), rows[:, -2:-1].amax(0, True), rows[:, -1:].amin(0, True)], 1)
 
 
-def _measure_on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+def _count_on_cpu(tensor: torch.Tensor) -> Any:
     """The least work for each value. Reading costs nothing here, so what is not there is not looked for."""
-    row = numpy.zeros(WIDTH, dtype=numpy.int64)
+    rows = numpy.zeros((1, WIDTH), dtype=numpy.int64)
+    row = rows[0]
     row[-1] = INF
-    for values in _pieces(tensor) if tensor.numel() else ():
-        size = len(values)
-        if values.dtype != torch.float32:
-            values = torch.from_numpy(_buffers.wide[:size]).copy_(values)
-        bits = values.numpy().view(numpy.int32)
-        whole = bits.view(numpy.uint32)
+    for bits in _bits(tensor) if tensor.numel() else ():
+        size, whole = len(bits), bits.view(numpy.uint32)
         # With the sign as the highest bit, negative values come first as signed and last as unsigned numbers, and in
         # both orders their magnitudes grow.
-        high = max(int(bits.max()), int(whole.max()) - 2**31)
-        low = min(int(whole.min()), int(bits.min()) + 2**31)
+        high = max(int(numpy.maximum.reduce(bits)), int(numpy.maximum.reduce(whole)) - 2**31)
+        low = min(int(numpy.minimum.reduce(whole)), int(numpy.minimum.reduce(bits)) + 2**31)
         if high >= INF or low == 0:
             magnitude = numpy.bitwise_and(bits, _MAGNITUDE, out=_buffers.magnitude[:size])
         if high >= INF:
@@ -193,7 +199,7 @@ def _measure_on_cpu(tensor: torch.Tensor) -> torch.Tensor:
         if has_zeros:
             magnitude -= 1
             others = magnitude.view(numpy.uint32)  # zero has become the largest
-            low = int(others.min()) + 1
+            low = int(numpy.minimum.reduce(others)) + 1
             num_tiny = int(numpy.count_nonzero(others < TINY - 1)) if low < TINY else 0
         # torch's bincount takes bytes, in half the time of wider numbers; the sign is beyond the byte.
         byte = numpy.right_shift(bits, 23, out=_buffers.byte[:size], casting="unsafe")
@@ -201,7 +207,20 @@ def _measure_on_cpu(tensor: torch.Tensor) -> torch.Tensor:
         row[:NUM_BINS] += bins
         row[NUM_BINS] += bins[0] - num_tiny if has_zeros else 0
         row[-2], row[-1] = max(row[-2], high), min(row[-1], low)
-    return torch.from_numpy(row)
+    return rows
+
+
+def _bits(tensor: torch.Tensor) -> Iterator[Any]:
+    """The values of a tensor on a CPU as bits of fp32, PIECE at a time: arrays of int32, good until the next one."""
+    if tensor.dtype == torch.float32 and tensor.is_contiguous() and not tensor.is_neg():
+        bits = tensor.numpy().reshape(-1).view(numpy.int32)
+        for start in range(0, len(bits), PIECE):
+            yield bits[start : start + PIECE]
+        return
+    for piece in _pieces(tensor):
+        if piece.dtype != torch.float32:
+            piece = torch.from_numpy(_buffers.wide[: piece.numel()]).copy_(piece)
+        yield piece.numpy().view(numpy.int32)
 
 
 class _Buffers(threading.local):
@@ -216,8 +235,8 @@ class _Buffers(threading.local):
 _buffers = _Buffers()
 
 
-def rows_on_cpu(values: Any, lengths: list[int]) -> torch.Tensor:
-    """Of several tensors at once, their values one after the other: int64 [len(lengths), WIDTH].
+def rows_on_cpu(values: Any, lengths: list[int]) -> Any:
+    """Of several tensors at once, their values one after the other: an array of int64 [len(lengths), WIDTH].
 
     values: array of fp32, flat. lengths: how many are of which tensor; MOST of them at most, none 0.
     """
@@ -244,7 +263,7 @@ def rows_on_cpu(values: Any, lengths: list[int]) -> torch.Tensor:
         rows[:, NUM_BINS] = count(magnitude == 0)
         magnitude[magnitude == 0] = INF
     rows[:, -1] = numpy.minimum(numpy.minimum.reduceat(magnitude, starts), INF)
-    return torch.from_numpy(rows)
+    return rows
 
 
 def rows_without_read(values: torch.Tensor, lengths: list[int]) -> torch.Tensor:

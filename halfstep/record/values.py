@@ -114,11 +114,7 @@ class Measurements:
 
     def of(self, tensor: torch.Tensor) -> int:
         """The number under which ``tensor`` is measured, now or when it was seen before."""
-        storage, place = self._storage(tensor), _place(tensor)
-        number = storage.numbers.get(place)
-        if number is None:
-            number = storage.numbers[place] = self._measure(tensor, storage, place)
-        return number
+        return self._find(tensor, self._storage(tensor), _place(tensor))
 
     def written(self, tensor: torch.Tensor) -> None:
         """An operation has just written into ``tensor``: what its memory held before is not found again."""
@@ -128,9 +124,15 @@ class Measurements:
 
     def changed(self, tensor: torch.Tensor) -> int:
         """As :meth:`of` after :meth:`written`. The operation raises the tensor's version only after this."""
-        number = self.of(tensor)
-        *place, version = _place(tensor)
-        self._storage(tensor).numbers[(*place, version + 1)] = number
+        storage, place = self._storage(tensor), _place(tensor)
+        number = self._find(tensor, storage, place)
+        storage.numbers[(*place[:-1], place[-1] + 1)] = number
+        return number
+
+    def _find(self, tensor: torch.Tensor, storage: _Storage, place: tuple[Any, ...]) -> int:
+        number = storage.numbers.get(place)
+        if number is None:
+            number = storage.numbers[place] = self._measure(tensor, storage, place)
         return number
 
     def _storage(self, tensor: torch.Tensor) -> _Storage:
