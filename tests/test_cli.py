@@ -1,6 +1,8 @@
 """The command: what it prints where, exit status, one line for every error, nothing half-written."""
 
+import html
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -29,6 +31,45 @@ def test_json_alone_goes_to_standard_output(capsys):
         assert json.loads(capsys.readouterr().out)["policy"]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "status", "keys"),
+    [
+        (["trace", "fragile"], 1, ["step", "policy", "producer", "carriers", "before", "advice"]),
+        (["ranges", "mlp"], 0, ["modules", "advice"]),
+        (["audit", "fragile"], 1, ["ops", "advice"]),
+        (["diff", "mlp", "--policies", "fp32,bf16"], 0, ["paired_pct", "first", "advice"]),
+        (
+            ["tune", "fragile", "--steps", "3"],
+            1,
+            ["fp32", "probes", "minimal", "policy_file", "verdict", "cost", "advice"],
+        ),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else None,
+)
+def test_a_tool_writes_its_report_in_every_form(arguments, status, keys, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert run([*arguments, "--json", "r.json", "--html", "r.html"]) == status
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    report = json.loads((tmp_path / "r.json").read_text(), parse_constant=pytest.fail)
+    assert set(keys) <= report.keys()
+    assert all(set(advice) == {"text", "policy", "result"} for advice in report["advice"])
+    page = (tmp_path / "r.html").read_text()
+    assert page.lower().startswith("<!doctype html>")
+    headline = html.unescape(re.search(r"<h1>(.*?)</h1>", page, re.S)[1])
+    assert printed.out.startswith(headline)
+
+
+def test_a_policy_file_stands_for_a_policy_everywhere(tmp_path, capsys):
+    file = tmp_path / "tuned.toml"
+    file.write_text('compute = "fp16"\n[modules]\npool = "fp32"\n')
+    for command in ("trace", "ranges", "audit"):
+        flag = ["--steps", "3"] if command == "trace" else ["--step", "2"]
+        assert run([command, "fragile", "--policy", str(file), *flag]) == 0, capsys.readouterr()
+    assert run(["diff", "fragile", "--policies", f"fp32,{file}", "--step", "2"]) == 0
+    assert "module:pool=fp32" in capsys.readouterr().out
+
+
 def test_what_it_looks_for_is_status_1(capsys):
     assert run(["compare", "fragile", "--policies", "fp32,fp16", "--seeds", "1", "--steps", "20"]) == 1
     assert "diverged" in capsys.readouterr().out
@@ -55,6 +96,22 @@ def test_what_it_looks_for_is_status_1(capsys):
         (["compare"], "WORKLOAD"),
         (["compare", "mlp", "--sedes", "3"], "--sedes"),
         (["comparre"], "comparre"),
+        (["trace", "nope"], "no built-in workload has this name"),
+        (["trace", "mlp", "--steps", "0"], "steps=0"),
+        (["trace", "mlp", "--policy", "fp33"], "'fp33'"),
+        (["trace", "mlp", "--policy", "missing.toml"], "missing.toml"),
+        (["trace", "mlp", "--seed", "-1"], "seed -1"),
+        (["ranges", "mlp", "--step", "0"], "step 0"),
+        (["ranges", "mlp", "--html", "no/such/dir/r.html"], "no directory"),
+        (["ranges", "mlp", "--device", "gpu7"], "gpu7"),
+        (["audit", "mlp", "--step", "-3"], "step -3"),
+        (["audit", "missing.py"], "no such file"),
+        (["diff", "mlp", "--policies", "fp32"], "two"),
+        (["diff", "mlp", "--policies", "fp32,bf16,fp16"], "two"),
+        (["tune", "mlp", "--policy", "fp32"], "nothing in 16 bit"),
+        (["tune", "mlp", "--seeds", "0"], "seeds=0"),
+        (["tune", "mlp", "--probes", "0"], "max_probes=0"),
+        (["tune", "mlp", "--policy-file", "no/such/dir/p.toml"], "no directory"),
         (["doctor", "--device", "tpu"], "tpu"),
         (["new", "no/such/dir/x.py"], "no/such/dir"),
     ],

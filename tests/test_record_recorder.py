@@ -262,10 +262,12 @@ def test_what_returns_nothing_is_not_recorded_but_what_it_wrote_is_seen():
 
 def test_running_statistics_are_among_what_is_written():
     norm = nn.BatchNorm1d(4)
-    (operation,) = [o for o in record(lambda: norm(X * 8), norm) if "batch_norm" in o.op]
-    assert [v.name for v in operation.outputs if v.name] == ["running_mean", "running_var"]
-    assert operation.outputs[-1].largest == norm.running_var.max()
-    assert operation.inputs[-1].largest == 1.0
+    first, second = [o for o in record(lambda: norm(norm(X * 8)), norm) if "batch_norm" in o.op]
+    assert [v.name for v in first.outputs if v.name] == ["running_mean", "running_var"]
+    assert first.inputs[-1].largest == 1.0
+    assert second.inputs[-1] is first.outputs[-1]
+    assert second.inputs[-1].largest > 1.0
+    assert second.outputs[-1].largest == norm.running_var.max()
 
 
 def test_a_result_that_is_complex_or_empty():

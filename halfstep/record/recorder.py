@@ -233,10 +233,16 @@ def _outs(func: Any) -> frozenset[str]:
     return frozenset(argument.name for argument in func._schema.arguments if argument.is_out)
 
 
+_NORMS = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
+
+
 @functools.cache
 def _writes(func: Any) -> tuple[tuple[int, str], ...]:
     """Places and names of the arguments that an operation writes into."""
-    return tuple((place, a.name) for place, a in enumerate(func._schema.arguments) if a.is_write)
+    # These do not say that they update running statistics.
+    silent = ("running_mean", "running_var") if op_name(func) in _NORMS else ()
+    arguments = enumerate(func._schema.arguments)
+    return tuple((place, a.name) for place, a in arguments if a.is_write or a.name in silent)
 
 
 def written_to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
