@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# A process for each core, and each file of tests in one of them.
+PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile
 
 .PHONY: setup run test check bench clean
 
@@ -19,13 +21,13 @@ run: $(READY)
 	$(BIN)/halfstep compare charlm --json report.json --html report.html
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 bench: $(READY)
 	@for file in benchmarks/bench_*.py benchmarks/memory.py benchmarks/peer_table.py; do $(BIN)/python $$file || exit 1; done

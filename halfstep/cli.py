@@ -339,7 +339,10 @@ def run(arguments: Sequence[str]) -> int:
         if word == "--json" and (at + 1 == len(words) or (words[at + 1] != "-" and words[at + 1].startswith("-"))):
             words[at] = "--json=-"
     try:
-        return int(app(words, standalone_mode=False, prog_name="halfstep") or 0)
+        status = int(app(words, standalone_mode=False, prog_name="halfstep") or 0)
+        if status == 130:  # what typer makes of Ctrl-C
+            raise KeyboardInterrupt
+        return status
     except HalfstepError as error:
         return _fail(str(error))
     except KeyboardInterrupt:

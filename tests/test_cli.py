@@ -170,3 +170,27 @@ def test_interrupt_keeps_finished_trials(tmp_path):
     report = json.loads(json_file.read_text())
     assert report["interrupted"] is True
     assert len(report["policies"][0]["final_loss"]["values"]) < 500
+
+
+def test_interrupt_before_anything_has_ended_says_so(tmp_path):
+    """A real SIGINT while trace looks for what is not there."""
+    begun, workload = tmp_path / "begun", tmp_path / "mine.py"
+    workload.write_text(
+        "from pathlib import Path\n"
+        "from halfstep.workloads import mlp\n"
+        "def workload(seed):\n"
+        f"    Path({str(begun)!r}).touch()\n"
+        "    return mlp.workload(seed)\n"
+    )
+    command = [sys.executable, "-m", "halfstep", "trace", str(workload), "--steps", "1000000", "--json", "r.json"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+    deadline = time.monotonic() + 120
+    while not begun.exists():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, "the run never began"
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, out) == (130, "")
+    assert err == "halfstep: interrupted before anything had ended; nothing was written\n"
+    assert not (tmp_path / "r.json").exists()
