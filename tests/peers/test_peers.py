@@ -4,6 +4,7 @@ The loops are in the files of this folder, one fault a file. The same rule judge
 column shows that a rule can fail. Fabric and Accelerate, where they are installed, are held to docs/peers.md.
 """
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -23,8 +24,17 @@ from peers import (
 from peers.columns import COLUMNS, fabric_in, version_of
 from peers.table import FAULTS, lines, seen, title
 
+from halfstep import oplist
+
 PAGE = Path(__file__).parents[2] / "docs" / "peers.md"
 THEIRS, DROP_IN, STEPPER = "torch.amp", "halfstep GradScaler, autocast", "halfstep Stepper"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_region_of_other_tests():
+    """One that only waits to be collected drops stale casts for torch.amp as well."""
+    gc.collect()
+    assert oplist.kernels("cpu")._num_users == 0
 
 
 def faults_of(fault):
