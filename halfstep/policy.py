@@ -312,6 +312,11 @@ def auto_policy(hardware: Hardware | None = None) -> tuple[Policy, str]:
     return Policy(compute), f"{hardware.name} {why}"
 
 
+def pattern_of(module: str) -> str:
+    """The pattern of a module rule that matches the module of this name alone."""
+    return re.sub(r"([*?[])", r"[\1]", module)
+
+
 def check_module_rules(rules: Iterable[tuple[str, str]], modules: Iterable[str]) -> None:
     """Refuse a module rule that matches none of ``modules``, the names of a model's modules."""
     names = [name for name in modules if name]

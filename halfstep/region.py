@@ -18,7 +18,6 @@ import contextlib
 import fnmatch
 import functools
 import itertools
-import re
 import sys
 import types
 import weakref
@@ -38,7 +37,7 @@ from halfstep.fast_path import no_fast_path
 from halfstep.formats import FORMATS, SIXTEEN_BIT
 from halfstep.hardware import Hardware, detect
 from halfstep.kernels import untraced
-from halfstep.policy import Policy, check_module_rules, resolve
+from halfstep.policy import Policy, check_module_rules, pattern_of, resolve
 
 _tokens = itertools.count()
 _opened: list[Region] = []
@@ -181,7 +180,7 @@ class Region:
 
     def promote(self, module: str) -> None:
         """Keep ``module`` in fp32 from now on: one more module rule, as ``policy.with_module`` says it."""
-        pattern = re.sub(r"([*?[])", r"[\1]", module)  # a name is no pattern
+        pattern = pattern_of(module)
         self._rules += attach_rules(self.model, ((pattern, "fp32"),), self.device.type, self._token)
         self.policy = self.policy.with_module(pattern, "fp32")
         reason = f"{self.info.reason}; {module} was promoted to fp32 during the run"

@@ -21,12 +21,12 @@ from typing import Any
 import torch.nn.functional as F
 
 from halfstep.diagnosis.capture import Capture
-from halfstep.diagnosis.exhaustion import can_promote, pattern_of
+from halfstep.diagnosis.exhaustion import can_promote
 from halfstep.diagnosis.intervention import Change, Intervention, MaskedRows, away_from_zero, clamped, in_fp32, with_eps
 from halfstep.diagnosis.trials import Trials
 from halfstep.errors import HalfstepError
 from halfstep.formats import FORMATS
-from halfstep.policy import Policy
+from halfstep.policy import Policy, pattern_of
 from halfstep.record import BATCH, Producer, Walk
 from halfstep.report import Cell, Table
 

@@ -71,7 +71,7 @@ class Capture:
         self.scale, self.unit, self.step, self.hardware = scale, unit, step, hardware
         self._regions: dict[str, Region] = {}
         self._own_region = self.region(policy)  # first, so that its kernels stay for the others
-        self._state = _State(model, self._own_region.device)
+        self._state = ForwardState(model, self._own_region.device)
 
     @property
     def device(self) -> torch.device:
@@ -134,7 +134,7 @@ class Capture:
 
     @contextmanager
     def _as_captured(self, policy: Policy) -> Iterator[None]:
-        found = _State(self.model, self.device)
+        found = ForwardState(self.model, self.device)
         parameters = list(self.model.parameters())
         waiting = [p.grad for p in parameters]
         to_widen = parameters if policy != self.policy else []
@@ -156,7 +156,7 @@ class Capture:
             found.put()
 
 
-class _State:
+class ForwardState:
     """What a forward pass reads besides weights and batch: random state, buffers, and who is in training mode."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:

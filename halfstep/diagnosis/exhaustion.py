@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import TypeGuard
 
 from halfstep.diagnosis.capture import Capture
 from halfstep.errors import ScaleExhausted, and_more
-from halfstep.policy import Policy
+from halfstep.policy import Policy, pattern_of
 from halfstep.record import Producer
-
-
-def pattern_of(module: str) -> str:
-    """The pattern of a module rule that matches this name alone."""
-    return re.sub(r"([*?[])", r"[\1]", module)
 
 
 def can_promote(producer: Producer | None, policy: Policy) -> TypeGuard[Producer]:

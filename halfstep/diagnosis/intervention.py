@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from halfstep.record import LOSS, Producer, Site
 from halfstep.record.recorder import op_name
-from halfstep.record.walk import _line, _plain_name
+from halfstep.record.walk import function_name, user_line
 
 Change = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 """Runs a torch function with its arguments in another way, and returns what the line then has."""
@@ -53,7 +53,7 @@ class Intervention(TorchFunctionMode):
         self._running.pop()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        place = (self._running[-1], _plain_name(func), *_line())
+        place = (self._running[-1], function_name(func), *user_line())
         if place != self._place:
             return func(*args, **(kwargs or {}))
         self.num_changed += 1

@@ -14,7 +14,7 @@ from halfstep.diagnosis.capture import Capture
 from halfstep.policy import Policy
 from halfstep.record.producer import LOSS, Producer, overflows
 from halfstep.record.recorder import OperationRecorder
-from halfstep.record.walk import _eager
+from halfstep.record.walk import eager
 
 Contexts = Iterable[AbstractContextManager[object]]
 
@@ -30,7 +30,7 @@ class Trials:
     def __init__(self, capture: Capture, producer: Producer | None) -> None:
         self.capture, self.policy = capture, capture.policy
         self._overflows_at: tuple[object, ...] | None = None
-        self.base = self.capture.run(under=[_eager()])
+        self.base = self.capture.run(under=[eager()])
         if self.base.is_finite and producer is not None:
             self._overflows_at = (producer.module, producer.phase, producer.file, producer.line)
         self.is_bad = not self._run(self.policy, capture.scale)
@@ -71,12 +71,12 @@ class Trials:
     def leaf_before(self, module: str | None) -> str | None:
         """The module without parts that finished last before ``module`` began for the first time; None: of all."""
         order = _Order(self.capture.model, module)
-        self.capture.run(under=[_eager(), order])
+        self.capture.run(under=[eager(), order])
         return order.leaf
 
     def _run(self, policy: Policy, scale: float, under: Contexts = ()) -> bool:
         if self._overflows_at is None:
-            return self.capture.run(policy, scale, [_eager(), *under]).is_finite
+            return self.capture.run(policy, scale, [eager(), *under]).is_finite
         recorder = OperationRecorder(self.capture.model)
         is_finite = self.capture.run(policy, scale, [*under, recorder]).is_finite
         operations = recorder.read().operations

@@ -13,13 +13,12 @@ from torch.optim import Optimizer
 
 from halfstep.diagnosis.advice import advise, try_policies
 from halfstep.diagnosis.capture import Capture
-from halfstep.diagnosis.exhaustion import pattern_of
 from halfstep.errors import HalfstepError
 from halfstep.explain.histogram import best_scale
 from halfstep.explain.module_range import ACTIVATION, SCALED, Measured, ModuleRange, watch
 from halfstep.explain.ranges_report import RangesReport, scale_text
 from halfstep.explain.rehearsal import Rehearsal
-from halfstep.policy import LossScale, Policy
+from halfstep.policy import LossScale, Policy, pattern_of
 from halfstep.source import Source
 
 

@@ -7,15 +7,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-import torch
-
-from halfstep.diagnosis.capture import Capture
+from halfstep.diagnosis.capture import Capture, ForwardState
 from halfstep.errors import HalfstepError, ScaleExhausted
 from halfstep.events import StepReport
 from halfstep.hardware import detect
 from halfstep.loop import make_stepper
 from halfstep.policy import Policy, auto_policy
-from halfstep.snapshot import RandomState
 from halfstep.source import Source
 from halfstep.window import Loss
 from halfstep.workload import stream, to_device
@@ -38,8 +35,7 @@ class Rehearsal:
         self.workload = source(seed)
         self.stepper = make_stepper(self.workload, replace(policy, master="fp32"), device or detect(device).kind)
         self._batches = stream(self.workload)
-        self._random_state = RandomState(self.stepper.region.device)
-        self._window: list[tuple[RandomState, list[tuple[torch.Tensor, torch.Tensor]], Callable[[], Loss]]] = []
+        self._last: tuple[ForwardState, Callable[[], Loss]]
         self._scale = 1.0
 
     @property
@@ -51,9 +47,7 @@ class Rehearsal:
         """Draw a micro-batch; its closure. It is the one that :meth:`capture` captures."""
         batch = to_device(next(self._batches), self.stepper.region.device)
         closure = partial(self.workload.loss, self.stepper.model, batch)
-        state = RandomState(self.stepper.region.device)
-        state.save()
-        self._window.append((state, self._buffers(), closure))
+        self._last = (self._state(), closure)
         self._scale = self.stepper.scale.value.item()
         return closure
 
@@ -62,27 +56,23 @@ class Rehearsal:
 
         What it raises leaves the micro-batch at fault to :meth:`capture`.
         """
-        self._window.clear()
         report = None
         while report is None:
             report = (step or self.stepper.step)(self.next_micro_batch())
         return report
 
-    def capture(self, index: int = -1, step: int | None = None, scale: float | None = None) -> Capture:
-        """The micro-batch of this place in the window as it began, with the weights of now."""
-        state, buffers, closure = self._window[index]
-        found, buffers_now = RandomState(self.stepper.region.device), self._buffers()
-        found.save()
-        state.restore()
-        _put(buffers)
+    def capture(self, step: int | None = None, scale: float | None = None) -> Capture:
+        """The last micro-batch as it began, with the weights of now."""
+        state, closure = self._last
+        now = self._state()
+        state.put()
         try:
             capture = self.stepper.capture(closure)
             capture.scale = self._scale if scale is None else scale
             capture.step = self.step if step is None else step
             return capture
         finally:
-            found.restore()
-            _put(buffers_now)
+            now.put()
 
     def run_to(self, step: int) -> tuple[Capture, str]:
         """Train up to window number ``step``; its first micro-batch, and a sentence on how it came.
@@ -101,16 +91,8 @@ class Rehearsal:
         self.next_micro_batch()
         return self.capture(), f"step {step}"
 
-    def _buffers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        return [(buffer, buffer.detach().clone()) for buffer in self.stepper.model.buffers()]
-
-
-@torch.no_grad()
-def _put(buffers: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    for buffer, value in buffers:
-        # Not where nothing has changed: a buffer that is an expanded view cannot be written.
-        if not torch.equal(buffer, value):
-            buffer.copy_(value)
+    def _state(self) -> ForwardState:
+        return ForwardState(self.stepper.model, self.stepper.region.device)
 
 
 def capture_at(

@@ -10,13 +10,12 @@ from torch.overrides import TorchFunctionMode
 
 from halfstep.diagnosis.advice import DOES_NOT, MENDS, NOT_TRIED, Advice, try_policies
 from halfstep.diagnosis.capture import Capture
-from halfstep.diagnosis.exhaustion import pattern_of
 from halfstep.diagnosis.intervention import in_fp32
 from halfstep.explain.audited import AuditedOp, audit_ops, place_of
 from halfstep.explain.replay import INEXACT, OVERFLOW, PRODUCTS, UNDERFLOW
 from halfstep.formats import SIXTEEN_BIT
-from halfstep.policy import Policy
-from halfstep.record.walk import _line as line_of_user
+from halfstep.policy import Policy, pattern_of
+from halfstep.record.walk import user_line
 
 _MOST_MODULES = 4
 _MOST_LINES = 4
@@ -98,5 +97,5 @@ class _InFp32(TorchFunctionMode):
         self._lines, self._change = lines, in_fp32(device_type)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_meant = bool(self._lines) and func.__name__ not in ("__get__", "__set__") and line_of_user() in self._lines
+        is_meant = bool(self._lines) and func.__name__ not in ("__get__", "__set__") and user_line() in self._lines
         return self._change(func, args, kwargs or {}) if is_meant else func(*args, **(kwargs or {}))

@@ -11,13 +11,12 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from halfstep.diagnosis.exhaustion import pattern_of
 from halfstep.errors import HalfstepError
 from halfstep.explain.audited import AuditedOp
 from halfstep.explain.module_range import UPDATE, ModuleRange
 from halfstep.formats import SIXTEEN_BIT
 from halfstep.oplist import check_rules
-from halfstep.policy import Policy
+from halfstep.policy import Policy, pattern_of
 from halfstep.record import Operation, Record
 
 OP = "op:"

@@ -11,13 +11,12 @@ from functools import cached_property
 from halfstep import oplist
 from halfstep.diagnosis.advice import MENDS, NOT_TRIED, Advice, try_policies
 from halfstep.diagnosis.capture import Capture, Outcome
-from halfstep.diagnosis.exhaustion import pattern_of
 from halfstep.errors import HalfstepError
 from halfstep.explain.divergence import Compared, Comparison, compare
 from halfstep.explain.error import unit_of
 from halfstep.explain.stream import Ran, Stream
 from halfstep.formats import FORMATS, SIXTEEN_BIT, Format
-from halfstep.policy import LossScale, Policy
+from halfstep.policy import LossScale, Policy, pattern_of
 from halfstep.record import Walk
 
 _RAISE = (2.0**4, 2.0**8, 2.0**12)

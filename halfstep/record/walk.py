@@ -76,7 +76,7 @@ class Walk(TorchDispatchMode):
                 self._watch(name, module, stack)
                 for parameter in module.parameters(recurse=False):
                     self._owners.setdefault(id(parameter), name)
-            stack.enter_context(_eager())
+            stack.enter_context(eager())
             stack.enter_context(self._functions)
             super().__enter__()  # type: ignore[no-untyped-call]
             self._opened = stack.pop_all()
@@ -171,7 +171,7 @@ class _Functions(TorchFunctionMode):
         self.name: str | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        outer, self.name = self.name, self.name or _plain_name(func)
+        outer, self.name = self.name, self.name or function_name(func)
         try:
             return func(*args, **(kwargs or {}))
         finally:
@@ -179,7 +179,7 @@ class _Functions(TorchFunctionMode):
 
 
 @functools.cache
-def _plain_name(func: Any) -> str | None:
+def function_name(func: Any) -> str | None:
     name: str | None = getattr(func, "__name__", None)
     if name == "__get__":  # of a property such as x.T
         name = getattr(func.__self__, "__name__", None)
@@ -201,7 +201,7 @@ def is_view(func: Any) -> bool:
 
 
 @contextmanager
-def _eager() -> Iterator[None]:
+def eager() -> Iterator[None]:
     """Compiled models run uncompiled, where the compiler has been imported at all."""
     if "torch._dynamo" not in sys.modules:
         yield
@@ -248,6 +248,6 @@ def _innermost(frame: FrameType | None, in_backward: bool = False) -> tuple[str 
     return file, line, None
 
 
-def _line() -> tuple[str | None, int | None]:
+def user_line() -> tuple[str | None, int | None]:
     """File and line of the innermost call in the user's code, from who called the caller on."""
     return _innermost(sys._getframe(2))[:2]
