@@ -184,40 +184,46 @@ def _count_on_cpu(tensor: torch.Tensor) -> Any:
     row = rows[0]
     row[-1] = INF
     for bits in _bits(tensor) if tensor.numel() else ():
-        size, whole = len(bits), bits.view(numpy.uint32)
+        # The bits of bf16 are the upper half of those of fp32, so that its constants are too.
+        size, up = len(bits), 32 - 8 * bits.itemsize
+        sign, inf = 1 << (31 - up), INF >> up
+        whole = bits.view(f"uint{32 - up}")
         # With the sign as the highest bit, negative values come first as signed and last as unsigned numbers, and in
         # both orders their magnitudes grow.
-        high = max(int(numpy.maximum.reduce(bits)), int(numpy.maximum.reduce(whole)) - 2**31)
-        low = min(int(numpy.minimum.reduce(whole)), int(numpy.minimum.reduce(bits)) + 2**31)
-        if high >= INF or low == 0:
-            magnitude = numpy.bitwise_and(bits, _MAGNITUDE, out=_buffers.magnitude[:size])
-        if high >= INF:
-            row[NUM_BINS + 1] += numpy.count_nonzero(magnitude > INF)
-            row[NUM_BINS + 2] += numpy.count_nonzero(bits == _NEGATIVE_INF)
-            high = int(numpy.where(magnitude < INF, magnitude, 0).max())
+        high = max(int(numpy.maximum.reduce(bits)), int(numpy.maximum.reduce(whole)) - sign)
+        low = min(int(numpy.minimum.reduce(whole)), int(numpy.minimum.reduce(bits)) + sign)
+        if high >= inf or low == 0:
+            magnitude = numpy.bitwise_and(bits, sign - 1, out=_buffers.magnitude.view(bits.dtype)[:size])
+        if high >= inf:
+            row[NUM_BINS + 1] += numpy.count_nonzero(magnitude > inf)
+            row[NUM_BINS + 2] += numpy.count_nonzero(bits == _NEGATIVE_INF >> up)
+            high = int(numpy.where(magnitude < inf, magnitude, 0).max())
         has_zeros, num_tiny = low == 0, 0
         if has_zeros:
             magnitude -= 1
-            others = magnitude.view(numpy.uint32)  # zero has become the largest
+            others = magnitude.view(whole.dtype)  # zero has become the largest
             low = int(numpy.minimum.reduce(others)) + 1
-            num_tiny = int(numpy.count_nonzero(others < TINY - 1)) if low < TINY else 0
+            num_tiny = int(numpy.count_nonzero(others < (TINY >> up) - 1)) if low < TINY >> up else 0
         # torch's bincount takes bytes, in half the time of wider numbers; the sign is beyond the byte.
-        byte = numpy.right_shift(bits, 23, out=_buffers.byte[:size], casting="unsafe")
+        byte = numpy.right_shift(bits, 23 - up, out=_buffers.byte[:size], casting="unsafe")
         bins = torch.bincount(torch.from_numpy(byte), minlength=NUM_BINS).numpy()
         row[:NUM_BINS] += bins
         row[NUM_BINS] += bins[0] - num_tiny if has_zeros else 0
-        row[-2], row[-1] = max(row[-2], high), min(row[-1], low)
+        row[-2], row[-1] = max(row[-2], high << up), min(row[-1], low << up)
     return rows
 
 
 def _bits(tensor: torch.Tensor) -> Iterator[Any]:
-    """The values of a tensor on a CPU as bits of fp32, PIECE at a time: arrays of int32, good until the next one."""
+    """The bits of a tensor on a CPU, PIECE at a time: of bf16 as int16, else of fp32; good until the next piece."""
     if tensor.dtype == torch.float32 and tensor.is_contiguous() and not tensor.is_neg():
         bits = tensor.numpy().reshape(-1).view(numpy.int32)
         for start in range(0, len(bits), PIECE):
             yield bits[start : start + PIECE]
         return
     for piece in _pieces(tensor):
+        if piece.dtype == torch.bfloat16:
+            yield piece.view(torch.int16).numpy()
+            continue
         if piece.dtype != torch.float32:
             piece = torch.from_numpy(_buffers.wide[: piece.numel()]).copy_(piece)
         yield piece.numpy().view(numpy.int32)
