@@ -183,6 +183,18 @@ class ForwardState:
                 buffer.copy_(value)
 
 
+def largest_scale(passes: Callable[[float], bool], low: float, high: float) -> float:
+    """The largest power of two below ``high`` that ``passes``, where ``low`` does and ``high`` does not.
+
+    Where a scale overflows each larger one does, so it is found by halving the exponents in between.
+    """
+    least, most = math.log2(low), math.log2(high)
+    while most - least > 1:
+        middle = (least + most) // 2
+        least, most = (middle, most) if passes(2.0**middle) else (least, middle)
+    return float(2.0**least)
+
+
 @contextmanager
 def as_before(
     model: nn.Module, device: torch.device, random_state: RandomState | None, statistics: RunningStatistics

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from halfstep.diagnosis.capture import Capture
+from halfstep.diagnosis.capture import Capture, largest_scale
 from halfstep.policy import Policy
 from halfstep.record.producer import LOSS, Producer, overflows
 from halfstep.record.recorder import OperationRecorder
@@ -52,21 +52,13 @@ class Trials:
 
     @cached_property
     def largest_scale(self) -> float | None:
-        """The largest loss scale below that of the capture at which it is finite; None if that is none, or no cure.
-
-        A power of two between the floor and the capture's scale, found by halving the exponents in between: where a
-        scale overflows, each larger one does.
-        """
+        """The largest loss scale below that of the capture at which it is finite; None if that is none, or no cure."""
         scale = self.policy.scale
         if scale.kind == "none" or not math.isfinite(self.base.loss) or self.capture.scale <= scale.floor:
             return None
         if not self._run(self.policy, scale.floor):
             return None
-        low, high = math.log2(scale.floor), math.log2(self.capture.scale)
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self._run(self.policy, 2.0**middle) else (low, middle)
-        return float(2.0**low)
+        return largest_scale(lambda lower: self._run(self.policy, lower), scale.floor, self.capture.scale)
 
     def leaf_before(self, module: str | None) -> str | None:
         """The module without parts that finished last before ``module`` began for the first time; None: of all."""
@@ -79,8 +71,8 @@ class Trials:
             return self.capture.run(policy, scale, [eager(), *under]).is_finite
         recorder = OperationRecorder(self.capture.model)
         is_finite = self.capture.run(policy, scale, [*under, recorder]).is_finite
-        operations = recorder.read().operations
-        sites = [operations[index].site for index in overflows(recorder.read())]
+        record = recorder.read()
+        sites = [record.operations[index].site for index in overflows(record)]
         return is_finite and not any(
             (LOSS if s.module is None else s.module, s.phase, s.file, s.line) == self._overflows_at for s in sites
         )

@@ -9,7 +9,7 @@ from typing import Any
 from torch.overrides import TorchFunctionMode
 
 from halfstep.diagnosis.advice import DOES_NOT, MENDS, NOT_TRIED, Advice, try_policies
-from halfstep.diagnosis.capture import Capture
+from halfstep.diagnosis.capture import Capture, Outcome, largest_scale
 from halfstep.diagnosis.intervention import in_fp32
 from halfstep.explain.audited import AuditedOp, audit_ops, place_of
 from halfstep.explain.replay import INEXACT, OVERFLOW, PRODUCTS, UNDERFLOW
@@ -44,15 +44,15 @@ def remedies(capture: Capture, failed: Sequence[AuditedOp]) -> tuple[Advice, ...
 
 def finite_scale(capture: Capture, policy: Policy, lines: frozenset[Line] = frozenset()) -> float:
     """The scale of the capture, or the next power of two below it at which the gradient is finite, if there is one."""
-    scale = capture.scale
-    while scale >= 1.0:
-        outcome = capture.run(policy, scale, under=[_InFp32(lines, capture.device.type)])
-        if outcome.is_finite:
-            return scale
-        if not math.isfinite(outcome.loss):
-            break  # the forward pass has no scale
-        scale /= 2.0
-    return capture.scale
+
+    def run(scale: float) -> Outcome:
+        return capture.run(policy, scale, under=[_InFp32(lines, capture.device.type)])
+
+    outcome = run(capture.scale)
+    # The forward pass has no scale.
+    if outcome.is_finite or not math.isfinite(outcome.loss) or capture.scale <= 1.0 or not run(1.0).is_finite:
+        return capture.scale
+    return largest_scale(lambda scale: run(scale).is_finite, 1.0, capture.scale)
 
 
 def _passes(capture: Capture, policy: Policy, lines: frozenset[Line] = frozenset()) -> bool:

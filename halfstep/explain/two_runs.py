@@ -10,7 +10,7 @@ from functools import cached_property
 
 from halfstep import oplist
 from halfstep.diagnosis.advice import MENDS, NOT_TRIED, Advice, try_policies
-from halfstep.diagnosis.capture import Capture, Outcome
+from halfstep.diagnosis.capture import Capture, Outcome, largest_scale
 from halfstep.errors import HalfstepError
 from halfstep.explain.divergence import Compared, Comparison, compare
 from halfstep.explain.error import unit_of
@@ -141,11 +141,7 @@ class TwoRuns:
         found = self.capture.run(policy, settings.init)
         if found.is_finite or not math.isfinite(found.loss):
             return settings.init
-        low, high = math.log2(settings.floor), math.log2(settings.init)
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self.capture.run(policy, 2.0**middle).is_finite else (low, middle)
-        return float(2.0**low)
+        return largest_scale(lambda scale: self.capture.run(policy, scale).is_finite, settings.floor, settings.init)
 
 
 def _is_operation(name: str) -> bool:
