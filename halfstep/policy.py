@@ -185,6 +185,10 @@ class Policy:
         """The same policy with one more module rule."""
         return replace(self, modules=(*self.modules, (name, format)))
 
+    def in_fp32(self, modules: Iterable[str]) -> Policy:
+        """The same policy with these modules, by their qualified names, in fp32."""
+        return replace(self, modules=(*self.modules, *((pattern_of(module), "fp32") for module in modules)))
+
     @classmethod
     def parse(cls, text: str | Policy) -> Policy:
         """The policy that ``text`` spells: a preset, its text form, or the path of a ``.toml`` file.

@@ -182,7 +182,7 @@ class Region:
         """Keep ``module`` in fp32 from now on: one more module rule, as ``policy.with_module`` says it."""
         pattern = pattern_of(module)
         self._rules += attach_rules(self.model, ((pattern, "fp32"),), self.device.type, self._token)
-        self.policy = self.policy.with_module(pattern, "fp32")
+        self.policy = self.policy.in_fp32([module])
         reason = f"{self.info.reason}; {module} was promoted to fp32 during the run"
         self.info = replace(self.info, effective=str(self.policy), reason=reason)
 

@@ -117,3 +117,8 @@ def json_number(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value
+
+
+def count_text(count: int, noun: str) -> str:
+    """One seed, two seeds."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -16,7 +16,7 @@ from rich.text import Text
 from halfstep.compare.trial import Trial, by_policy
 from halfstep.compare.verdict import Verdict, judge, sd_lower_bound
 from halfstep.errors import HalfstepError
-from halfstep.report import json_number
+from halfstep.report import count_text, json_number
 
 _STYLE = {
     "equivalent": "green",
@@ -232,11 +232,6 @@ def memory_text(policy: PolicyReport) -> str:
 def percent(change: float) -> str:
     """A change in whole percent."""
     return f"{change:+.0f} %" if abs(change) >= 0.5 else "0 %"
-
-
-def count_text(count: int, noun: str) -> str:
-    """One seed, two seeds."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def speed_text(policy: PolicyReport) -> str:

@@ -26,7 +26,7 @@ from halfstep.diagnosis.intervention import Change, Intervention, MaskedRows, aw
 from halfstep.diagnosis.trials import Trials
 from halfstep.errors import HalfstepError
 from halfstep.formats import FORMATS
-from halfstep.policy import Policy, pattern_of
+from halfstep.policy import Policy
 from halfstep.record import BATCH, Producer, Walk
 from halfstep.report import Cell, Table
 
@@ -218,10 +218,7 @@ class _Proposals:
     def _modules(self) -> Iterator[Advice]:
         """Module rules, the fewest modules first, until one mends it."""
         for names in self._module_sets():
-            policy = self.policy
-            for name in names:
-                policy = policy.with_module(pattern_of(name), "fp32")
-            advice = self._under(f"keep {' and '.join(names)} in fp32", policy)
+            advice = self._under(f"keep {' and '.join(names)} in fp32", self.policy.in_fp32(names))
             yield advice
             if advice.result == MENDS:
                 return
@@ -248,7 +245,7 @@ class _Proposals:
         policy, producer, phase = self.policy, self.producer, self.producer.phase if self.producer else ""
         while can_promote(producer, policy) and producer.phase == phase and len(names) < _LONGEST_CHAIN:
             names.append(producer.module)
-            policy = policy.with_module(pattern_of(producer.module), "fp32")
+            policy = policy.in_fp32([producer.module])
             producer = self.capture.find_producer(policy, self._scale)
         if len(names) > 1 and (producer is None or producer.phase != phase):
             yield tuple(names)

@@ -26,7 +26,7 @@ def makers_of_loss(capture: Capture) -> list[Producer]:
         if not can_promote(producer, policy):
             return []
         makers.append(producer)
-        policy = policy.with_module(pattern_of(producer.module), "fp32")
+        policy = policy.in_fp32([producer.module])
     return makers
 
 

@@ -114,14 +114,10 @@ class MaskedRows:
 
     sees_views = False
 
-    def __init__(self) -> None:
-        self.num_changed = 0
-
     def visit(self, site: Site, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if op_name(func) in ("_softmax", "_log_softmax"):
             values, dim = args[:2]
             masked = (values == -math.inf).all(dim, keepdim=True)
-            self.num_changed += 1
             args = (values.masked_fill(masked, 0.0), *args[1:])
         return func(*args, **kwargs)
 

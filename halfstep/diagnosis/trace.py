@@ -21,7 +21,7 @@ from halfstep.record.producer import BATCH, LOSS, Producer
 from halfstep.record.recorder import Operation
 from halfstep.record.values import Values
 from halfstep.record.walk import Site
-from halfstep.report import Cell, Report, Sheet, Table, json_number
+from halfstep.report import Cell, Report, Sheet, Table, count_text, json_number
 
 NUM_BEFORE = 20
 NUM_CARRIERS = 10
@@ -69,7 +69,7 @@ class Trace(Report):
     def sheet(self) -> Sheet:
         if not self.is_bad:
             return Sheet(
-                f"nothing found in {_count(self.step, 'step')}: no overflow that counts, and every value finite",
+                f"nothing found in {count_text(self.step, 'step')}: no overflow that counts, and every value finite",
                 f"policy {self.policy}",
                 closing=self.notes,
             )
@@ -100,7 +100,7 @@ class Trace(Report):
         if self.operation is not None:
             rows: list[list[str | Cell]] = [_row(operation) for operation in self.before]
             rows.append([Cell(str(cell), "bad") for cell in _row(self.operation)])
-            title = f"The {_count(len(self.before), 'operation')} before it, and the producer"
+            title = f"The {count_text(len(self.before), 'operation')} before it, and the producer"
             tables.append(Table(_COLUMNS, rows, title=title))
         if self.carriers:
             rest = self.num_carriers - len(self.carriers)
@@ -223,10 +223,6 @@ def _short(file: str) -> str:
 
 def _word(kind: str) -> str:
     return "NaN" if kind == "nan" else kind
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _brief(operation: Operation) -> dict[str, Any]:

@@ -16,14 +16,13 @@ import math
 
 import torch
 
-from halfstep.formats import FORMATS, Format
-
-_FORMAT_OF = {format.dtype: format for name, format in FORMATS.items() if name != "tf32"}
+from halfstep.dtypes import FORMAT_OF
+from halfstep.formats import Format
 
 
 def stored_format(dtype: torch.dtype) -> Format | None:
     """The format of ``dtype``, None for one that a step does not compute in, such as float64."""
-    return _FORMAT_OF.get(dtype.to_real() if dtype.is_complex else dtype)
+    return FORMAT_OF.get(dtype.to_real() if dtype.is_complex else dtype)
 
 
 def unit_of(format: Format) -> float:

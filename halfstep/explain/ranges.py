@@ -18,7 +18,7 @@ from halfstep.explain.histogram import best_scale
 from halfstep.explain.module_range import ACTIVATION, SCALED, Measured, ModuleRange, watch
 from halfstep.explain.ranges_report import RangesReport, scale_text
 from halfstep.explain.rehearsal import Rehearsal
-from halfstep.policy import LossScale, Policy, pattern_of
+from halfstep.policy import LossScale, Policy
 from halfstep.source import Source
 
 
@@ -98,9 +98,7 @@ def proposals(capture: Capture, rows: Sequence[ModuleRange], best: float | None)
     around = _innermost(name.rpartition(".")[0] for name in faulty)
     for modules in (faulty, around):
         try:
-            changed = policy
-            for module in modules:
-                changed = changed.with_module(pattern_of(module), "fp32")
+            changed = policy.in_fp32(modules)
         except HalfstepError:
             continue  # a name that no rule can spell
         if changed != policy and changed not in [other for _, other in found]:

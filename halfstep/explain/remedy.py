@@ -14,7 +14,7 @@ from halfstep.diagnosis.intervention import in_fp32
 from halfstep.explain.audited import AuditedOp, audit_ops, place_of
 from halfstep.explain.replay import INEXACT, OVERFLOW, PRODUCTS, UNDERFLOW
 from halfstep.formats import SIXTEEN_BIT
-from halfstep.policy import Policy, pattern_of
+from halfstep.policy import Policy
 from halfstep.record.walk import user_line
 
 _MOST_MODULES = 4
@@ -77,12 +77,9 @@ def _policies(capture: Capture, failed: Sequence[AuditedOp]) -> Iterator[tuple[s
     modules = list(dict.fromkeys(op.module for op in failed if op.module))
     if len(modules) <= _MOST_MODULES:
         for module in modules:
-            yield f"keep {module} in fp32", policy.with_module(pattern_of(module), "fp32")
+            yield f"keep {module} in fp32", policy.in_fp32([module])
     if len(modules) > 1:
-        kept = policy
-        for module in modules:
-            kept = kept.with_module(pattern_of(module), "fp32")
-        yield f"keep the {len(modules)} modules that fail in fp32", kept
+        yield f"keep the {len(modules)} modules that fail in fp32", policy.in_fp32(modules)
     for format in sorted(SIXTEEN_BIT - {policy.compute}):
         yield f"use {format}", Policy(format)
     if policy.compute != "fp32":

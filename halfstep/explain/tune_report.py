@@ -8,11 +8,10 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from halfstep.compare.report import count_text
 from halfstep.diagnosis.advice import Advice, advice_table
 from halfstep.errors import HalfstepError
 from halfstep.policy import Policy
-from halfstep.report import Cell, Report, Sheet, Table, json_number
+from halfstep.report import Cell, Report, Sheet, Table, count_text, json_number
 from halfstep.source import Source
 
 NOT_CONFIRMED, NO_SET, FP32_FAILS = "not confirmed", "no set helps", "fp32 fails"

@@ -16,7 +16,7 @@ from halfstep.explain.divergence import Compared, Comparison, compare
 from halfstep.explain.error import unit_of
 from halfstep.explain.stream import Ran, Stream
 from halfstep.formats import FORMATS, SIXTEEN_BIT, Format
-from halfstep.policy import LossScale, Policy, pattern_of
+from halfstep.policy import LossScale, Policy
 from halfstep.record import Walk
 
 _RAISE = (2.0**4, 2.0**8, 2.0**12)
@@ -96,10 +96,7 @@ class TwoRuns:
         sets: list[tuple[str, ...]] = [(modules[0],), (modules[0].rpartition(".")[0],), tuple(modules)]
         for names in dict.fromkeys(sets):
             if all(names) and len(names) <= _MOST_MODULES:
-                ruled = policy
-                for name in names:
-                    ruled = ruled.with_module(pattern_of(name), "fp32")
-                yield f"keep {' and '.join(names)} in fp32", ruled
+                yield f"keep {' and '.join(names)} in fp32", policy.in_fp32(names)
 
     def _op_in_fp32(self, policy: Policy, first: Compared) -> Iterator[tuple[str, Policy]]:
         names: Iterable[str | None] = dict.fromkeys((first.ran.site.function, first.ran.op.strip("_")))

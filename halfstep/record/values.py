@@ -17,12 +17,11 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from halfstep.dtypes import FORMAT_OF
 from halfstep.formats import FORMATS
 from halfstep.record.rows import INF, NUM_BINS, Rows, is_dense
-from halfstep.record.rows import measure as measure
 
 BIAS = 127
-_FORMAT_OF = {format.dtype: name for name, format in FORMATS.items() if name != "tf32"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,7 +198,8 @@ def is_measurable(value: Any) -> bool:
 
 def format_name(dtype: torch.dtype) -> str:
     """Name of the number format of a dtype, or of the dtype where it is none of ours."""
-    return _FORMAT_OF.get(dtype, str(dtype).removeprefix("torch."))
+    format = FORMAT_OF.get(dtype)
+    return format.name if format else str(dtype).removeprefix("torch.")
 
 
 def _float_of(bits: int) -> float:
