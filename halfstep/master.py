@@ -96,6 +96,10 @@ class Masters:
         """The parameters that have a rest."""
         return iter(self._rests)
 
+    def rests(self) -> Iterator[torch.Tensor]:
+        """What the 16-bit weights leave out, the low parts of the layout."""
+        return (rest.low for rest in self._rests.values() if rest.low is not None)
+
     def __getstate__(self) -> dict[str, Any]:
         if self._layout is not None:
             raise HalfstepError(
@@ -368,7 +372,8 @@ def _check_memory(model: nn.Module, to_narrow: Mapping[torch.Tensor, torch.dtype
     """Refuse two parameters over one memory, which would part when one of them becomes 16 bit."""
     spans = []
     for name, parameter in model.named_parameters():
-        if parameter.numel() and parameter.device.type != "meta":
+        has_memory = parameter.device.type != "meta" and not hasattr(parameter, "fake_mode")
+        if parameter.numel() and has_memory:
             num_spanned = 1 + sum(
                 (n - 1) * stride for n, stride in zip(parameter.shape, parameter.stride(), strict=True)
             )

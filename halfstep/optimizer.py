@@ -100,6 +100,8 @@ def unscale(gradients: Iterable[torch.Tensor], divisor: torch.Tensor | float, fo
 
 def _read(found: torch.Tensor, divisor: torch.Tensor | float) -> tuple[float, torch.Tensor | float]:
     """``found`` as a number, and the divisor: 1.0 if that is what it is, which costs no pass."""
+    if isinstance(divisor, float):
+        return found.item(), divisor
     divisor_on_device = torch.as_tensor(divisor, dtype=found.dtype, device=found.device)
     found_value, divisor_value = torch.stack([found, divisor_on_device]).tolist()
     return found_value, 1.0 if divisor_value == 1.0 else divisor

@@ -25,7 +25,7 @@ ROWS = [
     "workload",
     "workloads",
     "source loop",
-    "compare template doctor",
+    "compare template doctor plan",
     "explain",
     "cli",
     "__main__",

@@ -101,6 +101,8 @@ class Walk(TorchDispatchMode):
         stack.callback(module.register_forward_hook(after, always_call=True).remove)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE:
+            return func(*args)
         if torch.is_inference_mode_enabled():
             with _SeenBy(self):  # there torch leaves it to us to take composite operations apart
                 result = func.decompose(*args, **(kwargs or {}))
@@ -210,6 +212,8 @@ def eager() -> Iterator[None]:
         yield
 
 
+_DEVICE = torch.ops.prim.device.default
+"""What asking a tensor subclass for its device calls, a fake tensor's above all; no operation."""
 _OWN = f"{Path(__file__).parent.parent}{os.sep}"
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 _CHECKPOINT = f"{_TORCH}{os.path.join('utils', 'checkpoint.py')}"

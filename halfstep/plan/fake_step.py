@@ -1,0 +1,194 @@
+"""One training step on a device that is not here: what it holds, from the first operation to the last.
+
+The very Stepper that trains runs it, on fake tensors: forward under the policy, loss, backward, clipping, optimizer.
+The optimizer's states are made before, and a window counts once it leaves nothing new behind, as every window but the
+first ones of a run does.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from halfstep.closure import needs_closure
+from halfstep.errors import HalfstepError
+from halfstep.gradients import gradients_of, take_gradients
+from halfstep.plan.build import build, resized
+from halfstep.plan.fake import FakeDevice
+from halfstep.plan.ledger import Ledger, Unplaced
+from halfstep.plan.step_trace import StepTrace
+from halfstep.plan.subject import Subject
+from halfstep.plan.target import Target
+from halfstep.plan.technique import technique_of
+from halfstep.policy import Policy
+from halfstep.record import Walk
+from halfstep.stepper import Stepper
+from halfstep.window import Loss
+from halfstep.workload import Workload, num_samples, stream
+
+MAX_WINDOWS = 4
+"""A model that still leaves something new behind after so many windows has no steady state to plan for."""
+
+
+@dataclass
+class FakeRun:
+    """A workload behind a Stepper on a fake device. ``batch_size`` is that of a micro-batch, and may be changed."""
+
+    device: FakeDevice
+    workload: Workload
+    stepper: Stepper
+    batch_size: int | None
+
+    def __post_init__(self) -> None:
+        self._batches = stream(self.workload)
+
+    def window(
+        self,
+        watching: Callable[[], AbstractContextManager[object]],
+        around: Callable[[Callable[[], Loss]], Loss] = lambda loss: loss(),
+        held: Callable[[Any], None] = lambda batch: None,
+    ) -> None:
+        """Train one window. Each micro-batch's step runs under ``watching()``.
+
+        Each loss is computed by ``around``, and each batch is shown to ``held`` before.
+        """
+        report = None
+        while report is None:
+            batch = next(self._batches)
+            drawn = num_samples(batch)
+            self.batch_size = self.batch_size or drawn
+            batch = self.device.batch(resized(batch, drawn, self.batch_size))
+            held(batch)
+            with self.device.running(), watching():
+                report = self.stepper.step(lambda batch=batch: around(lambda: self._loss(batch)))  # type: ignore[misc]
+            del batch
+
+    def make_states(self) -> None:
+        """Let the optimizer make its states, by a step with gradients of zero; one that evaluates the loss waits."""
+        optimizer = self.stepper.optimizer
+        if needs_closure(optimizer):
+            return
+        with self.device.running(), torch.no_grad():
+            for parameter in self.stepper.model.parameters():
+                if parameter.requires_grad:
+                    parameter.grad = torch.zeros_like(parameter)
+            self.stepper.masters.step(gradients_of(optimizer), 1.0)
+            take_gradients(optimizer)
+
+    def _loss(self, batch: Any) -> Loss:
+        return self.workload.loss(self.stepper.model, batch)
+
+
+def start(subject: Subject, policy: str | Policy, target: Target, techniques: Sequence[str] = ()) -> FakeRun:
+    """Build ``subject`` on ``target`` without memory, changed by ``techniques``, behind a Stepper with its states."""
+    device = FakeDevice(target)
+    policy = Policy.parse(policy)
+    with device.building():
+        workload = build(subject)
+        for name in techniques:
+            workload, policy = technique_of(name).apply(workload, policy)
+    model = workload.model.train()
+    with device.running():
+        optimizer = workload.optimizer([p for p in model.parameters() if p.requires_grad])
+        stepper = Stepper(
+            model,
+            optimizer,
+            policy,
+            accumulate=workload.accumulate,
+            max_norm=workload.max_norm,
+            scheduler=workload.scheduler(optimizer) if workload.scheduler else None,
+            hardware=target.hardware,
+        )
+    run = FakeRun(device, workload, stepper, subject.batch_size)
+    run.make_states()
+    return run
+
+
+def fake_step(
+    subject: Subject,
+    policy: str | Policy,
+    target: Target,
+    techniques: Sequence[str] = (),
+    *,
+    finds_growth: bool = False,
+) -> StepTrace:
+    """The trace of one step of ``subject`` under ``policy`` on ``target``, with ``techniques`` by their names.
+
+    finds_growth: run a window of twice the batch as well, so that the trace tells the peak of any batch.
+    """
+    run = start(subject, policy, target, techniques)
+    stepper, ledger = run.stepper, Ledger()
+    model, optimizer = stepper.model, stepper.optimizer
+    ledger.hold(model.buffers(), "buffers")
+    ledger.hold(model.parameters(), "weights")
+    ledger.hold(stepper.masters.rests(), "master weights")
+    got_gradient: set[torch.Tensor] = set()
+
+    def keep(parameter: torch.Tensor) -> None:
+        got_gradient.add(parameter)
+        assert parameter.grad is not None
+        ledger.hold([parameter.grad], "gradients")
+
+    def forward(loss: Callable[[], Loss]) -> Loss:
+        ledger.in_forward = True
+        try:
+            return loss()
+        finally:
+            ledger.in_forward = False
+
+    def window(watching: Callable[[], AbstractContextManager[object]]) -> None:
+        gc.collect()
+        ledger.hold(_tensors(list(optimizer.state.values())), "optimizer states")
+        ledger.restart()
+        run.window(watching, forward, lambda batch: ledger.hold(_tensors(batch), "inputs"))
+
+    collects = gc.isenabled()
+    gc.disable()  # else the moment at which a cycle of Python objects frees its tensors would depend on the machine
+    handles = [p.register_post_accumulate_grad_hook(keep) for p in model.parameters() if p.requires_grad]
+    try:
+        for _ in range(MAX_WINDOWS):
+            window(lambda: Walk(model, ledger))
+            unused = [p for p in optimizer.state if p not in got_gradient]
+            for parameter in unused:
+                del optimizer.state[parameter]
+            if not unused and ledger.is_steady():
+                break
+        else:
+            raise HalfstepError(
+                f"{subject.spec}",
+                f"each of {MAX_WINDOWS} windows left something new in memory, as a list of losses does that keep graphs",
+                "Keep numbers between steps (loss.detach()), or clear what the model collects.",
+            )
+        parameters = list(model.parameters())
+        trace = StepTrace(
+            storages=ledger.storages(),
+            num_events=ledger.time,
+            phases=tuple(ledger.phases),
+            batch_size=run.batch_size or 0,
+            num_samples=(run.batch_size or 0) * run.workload.accumulate,
+            num_parameters=sum(p.numel() for p in parameters),
+            num_trained=sum(p.numel() for p in parameters if p.requires_grad),
+            policy=str(stepper.policy),
+            techniques=tuple(techniques),
+            num_answers=run.device.answers.num,
+        )
+        if finds_growth:
+            run.batch_size = 2 * trace.batch_size
+            window(lambda: Unplaced(ledger))
+            trace = replace(trace, growth=trace.growth_to(ledger.storages(), run.batch_size))
+    finally:
+        for handle in handles:
+            handle.remove()
+        if collects:
+            gc.enable()
+    return trace
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
