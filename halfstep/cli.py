@@ -235,6 +235,79 @@ def tune(
 
 
 @app.command()
+def plan(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="WORKLOAD|MODEL",
+            help="A workload as everywhere, or a model: FILE.py:Class, transformers:NAME, timm:NAME.",
+        ),
+    ],
+    card: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The card, such as 'RTX 3070'; cpu is this processor.")
+    ] = None,
+    memory: Annotated[float | None, typer.Option(metavar="GIB", help="Memory in place of the card's own.")] = None,
+    policies: Annotated[
+        str, typer.Option(metavar="LIST", help="Policies by comma; the others are compared with the first.")
+    ] = "fp32,bf16,fp16",
+    batch: Annotated[
+        int | None, typer.Option(metavar="N", help="Samples of a micro-batch.", show_default="the workload's")
+    ] = None,
+    inputs: Annotated[
+        str | None, typer.Option("--input", metavar="SHAPE", help="One sample of a bare model: 3x224x224, int:1024.")
+    ] = None,
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="Measure this machine's rates, and use them for the speed.")
+    ] = False,
+    snapshot: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write the step for PyTorch's memory viewer.")
+    ] = None,
+    json_file: JsonOption = None,
+    html_file: HtmlOption = None,
+) -> None:
+    """Plan a training step of WORKLOAD or MODEL on a card that need not be here: memory, what fits, and speed."""
+    _check_writable(json_file, html_file, snapshot)
+    from halfstep.plan import plan as run
+
+    with _bar(1) as advance:
+        report = run(
+            model,
+            _names(policies),
+            card=card,
+            memory_gib=memory,
+            batch_size=batch,
+            inputs=inputs,
+            calibrates=calibrate,
+            snapshot=snapshot,
+            progress=lambda text: advance(text, 0),
+        )
+    _finish(report, json_file, html_file)
+
+
+@app.command()
+def measure(
+    workload: WorkloadArgument,
+    policies: Annotated[str, typer.Option(metavar="LIST", help="Policies by comma.")] = "fp32,bf16,fp16",
+    batch: Annotated[
+        int | None, typer.Option(metavar="N", help="Samples of a micro-batch.", show_default="the workload's")
+    ] = None,
+    repeats: Annotated[int, typer.Option(metavar="N", help="Interleaved repeats of each policy.")] = 5,
+    device: DeviceOption = None,
+    json_file: JsonOption = None,
+    html_file: HtmlOption = None,
+) -> None:
+    """Measure memory and speed of WORKLOAD's training step in each policy here, beside what plan predicts."""
+    _check_writable(json_file, html_file)
+    _need_torch()
+    from halfstep.plan.measure_report import measure as run
+
+    names = _names(policies)
+    with _bar((repeats + 2) * len(names)) as advance:
+        report = run(workload, names, batch_size=batch, repeats=repeats, device=device, progress=advance)
+    _finish(report, json_file, html_file)
+
+
+@app.command()
 def new(
     file: Annotated[str, typer.Argument(metavar="FILE", help="The file to write; an existing one is kept.")],
 ) -> None:

@@ -3,30 +3,54 @@
 Besides autocast's lists, which a Region follows anywhere, these move memory: dropout keeps a mask of one byte, softmax
 of fp16 into fp32 is one kernel, the kernel of attention depends on the card, and optimizers and clipping work on lists
 (``foreach``) where nobody says otherwise.
+
+The same on both, and so left to torch: batch norm and layer norm keep two fp32 numbers a channel or row, losses,
+embeddings and convolutions keep their inputs. Not known, and in no figure: what cuDNN's kernels take as workspace.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import optimizer
 
+from halfstep.dtypes import FORMAT_OF
 from halfstep.kernels import Kernels
+from halfstep.plan.attention import CUDNN, EFFICIENT, FLASH, KERNELS, MATH, AttentionCall, choose
+from halfstep.plan.attention_kernels import RUN
 from halfstep.plan.target import Target
 
 aten = torch.ops.aten
 _optimizer: Any = optimizer  # some of what is patched here is not exported
 
+RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+RECURRENT_NOTE = (
+    "recurrent layers are planned step by step; cuDNN's kernel keeps a reserve instead, whose size only the card tells"
+)
+
 
 class CudaOps:
-    """While it is open, fake CPU tensors are computed with as on ``target``."""
+    """While it is open, fake CPU tensors are computed with as on ``target``.
+
+    ``attention`` tells the kernels that were chosen, with their reasons, each with the names of the modules that
+    called it; ``notes`` what is not as on the card. ``module_now`` names the module that runs; who walks a model sets
+    it.
+    """
 
     def __init__(self, target: Target) -> None:
         self.target = target
+        self.module_now: Callable[[], str | None] = lambda: None
+        self.notes: list[str] = []
+        self._attention: dict[str, list[str]] = {}
         self._kernels = Kernels("AutogradCPU", self._fill)
         self._devices: Any = None
+
+    @property
+    def attention(self) -> Mapping[str, Sequence[str]]:
+        return self._attention
 
     def __enter__(self) -> Self:
         self._kernels.acquire()
@@ -44,6 +68,79 @@ class CudaOps:
         kernels.add("aten::dropout", _dropout)
         kernels.add("aten::softmax.int", _softmax)
         kernels.add("aten::log_softmax.int", _log_softmax)
+
+        def attention(keyset: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+            return self._attend(*args, **kwargs)
+
+        kernels.add("aten::scaled_dot_product_attention", attention)
+        for name in RECURRENT:
+            kernels.add(f"aten::{name}.input", self._recurrent(getattr(aten, name).input))
+            kernels.add(f"aten::{name}.data", self._recurrent(getattr(aten, name).data))
+
+    def _recurrent(self, operation: Any) -> Callable[..., Any]:
+        """``operation`` taken apart; the CPU would run one of its own kernels."""
+
+        def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+            if RECURRENT_NOTE not in self.notes:
+                self.notes.append(RECURRENT_NOTE)
+            enabled = torch._C._get_mkldnn_enabled()
+            torch._C._set_mkldnn_enabled(False)
+            try:
+                return operation.decompose(*args, **kwargs)
+            finally:
+                torch._C._set_mkldnn_enabled(enabled)
+
+        return kernel
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        tensors = [query, key, value]
+        call = AttentionCall(
+            format=_name_of(query.dtype),
+            query=query.shape,
+            key=key.shape,
+            value=value.shape,
+            mask=None if attn_mask is None else attn_mask.shape,
+            mask_needs_grad=attn_mask is not None and attn_mask.requires_grad,
+            is_causal=is_causal,
+            dropout=dropout_p,
+            enable_gqa=enable_gqa,
+            needs_grad=torch.is_grad_enabled() and any(t.requires_grad for t in tensors),
+            is_dense=all(t.stride(-1) == 1 for t in tensors if t.shape[-1] > 1)
+            and (attn_mask is None or attn_mask.stride(-1) == 1),
+        )
+        choice = choose(call, self.target.capability, _enabled())
+        modules = self._attention.setdefault(str(choice), [])
+        module = self.module_now()
+        if module is not None and module not in modules:
+            modules.append(module)
+        return RUN[choice.kernel](query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return FORMAT_OF[dtype].name if dtype in FORMAT_OF else str(dtype).removeprefix("torch.")
+
+
+def _enabled() -> set[str]:
+    """The kernels of attention that are switched on."""
+    cuda = torch.backends.cuda
+    enabled = {
+        FLASH: cuda.flash_sdp_enabled(),
+        EFFICIENT: cuda.mem_efficient_sdp_enabled(),
+        MATH: cuda.math_sdp_enabled(),
+        CUDNN: cuda.cudnn_sdp_enabled() and not torch.are_deterministic_algorithms_enabled(),
+    }
+    return {kernel for kernel in KERNELS if enabled[kernel]}
 
 
 def _dropout(keyset: Any, input: torch.Tensor, p: float, train: bool) -> torch.Tensor:

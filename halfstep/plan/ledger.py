@@ -49,6 +49,7 @@ class Ledger:
         self.time = 0
         self._alive: dict[int, _Entry] = {}
         self._entries: list[_Entry] = []
+        self._kept_before: list[int] = []
 
     def hold(self, tensors: Iterable[torch.Tensor], label: str) -> None:
         """Say what ``tensors`` are held for: one of COMPONENTS. Those not seen before are born now."""
@@ -68,6 +69,7 @@ class Ledger:
             entry.born, entry.phase, entry.site, entry.op = 0, None, _NOWHERE, None
         self.time, self.num_operations = 0, 0
         self.phases = []
+        self._kept_before = self._kept()
 
     def visit(self, site: Site, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.num_operations += 1
@@ -85,8 +87,11 @@ class Ledger:
         return result
 
     def is_steady(self) -> bool:
-        """Whether this step left nothing behind that was not there before it."""
-        return all(entry.born == 0 for entry in self._alive.values() if entry.label not in _COME_AND_GO)
+        """Whether as much is kept after this step as was before it; what it replaced may have been made anew."""
+        return self._kept() == self._kept_before
+
+    def _kept(self) -> list[int]:
+        return sorted(entry.nbytes for entry in self._alive.values() if entry.label not in _COME_AND_GO)
 
     def storages(self) -> list[Storage]:
         """What the step held, each with the component that it turned out to be."""

@@ -1,0 +1,146 @@
+"""Weights and optimizer states in few bits, as far as a plan needs them: what they hold, and no numbers.
+
+Memory is that of bitsandbytes, whose kernels keep everything else in registers: an 8-bit moment is a byte an element
+and an fp32 scale for each 256, a 4-bit weight half a byte and an fp32 scale for each 64. For fake tensors alone; what
+they compute has the right shapes and formats and no meaning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Adam, AdamW, Optimizer
+
+from halfstep.errors import HalfstepError
+from halfstep.formats import FORMATS, SIXTEEN_BIT
+from halfstep.plan.lora import adapted_layers, is_conv1d
+from halfstep.policy import Policy
+from halfstep.weights import NORMS, is_source, widen_embedding
+
+MOMENT_BLOCK = 256
+WEIGHT_BLOCK = 64
+SMALLEST_QUANTIZED = 4096
+"""Elements from which a tensor's moments are held in 8 bits."""
+
+
+class AdamW8bit(Optimizer):
+    """The states of bitsandbytes' AdamW8bit, and of torchao's but for the order of their parts."""
+
+    def __init__(self, params: Any, lr: float = 1e-3, weight_decay: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """One kernel a parameter: it moves the weight in place and needs no memory but the states."""
+        assert closure is None
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    if not self.state[parameter]:
+                        self.state[parameter].update(_moments(parameter))
+                    parameter.add_(parameter.grad)
+
+
+def _moments(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    if parameter.numel() < SMALLEST_QUANTIZED:
+        return {name: torch.zeros_like(parameter, dtype=torch.float32) for name in ("state1", "state2")}
+    num_blocks = -(-parameter.numel() // MOMENT_BLOCK)
+    codes = {name: torch.zeros_like(parameter, dtype=torch.uint8) for name in ("state1", "state2")}
+    scales = {
+        name: parameter.new_zeros(num_blocks, dtype=torch.float32)  # by these names a slice of them is taken
+        for name in ("absmax1", "absmax2")
+    }
+    return codes | scales
+
+
+def in_8_bit(optimizer: Optimizer) -> AdamW8bit:
+    """An optimizer over the groups of ``optimizer``, with states of 8 bits. HalfstepError unless it is an Adam."""
+    if not isinstance(optimizer, Adam | AdamW):
+        raise HalfstepError(
+            f"adamw8bit in place of {type(optimizer).__name__}",
+            "another rule than Adam's trains in another way, however its states are held",
+            "Plan with an Adam or AdamW, or leave adamw8bit out.",
+        )
+    groups = [
+        {name: group[name] for name in ("params", "lr", "weight_decay") if name in group}
+        for group in optimizer.param_groups
+    ]
+    return AdamW8bit(groups)
+
+
+def hold_base_in_16_bit(model: nn.Module, policy: Policy) -> None:
+    """Hold the frozen weights of ``model`` in the 16-bit format that ``policy`` computes them in, in place.
+
+    Vectors and norms stay fp32, and an embedding hands on fp32, as with ``halfstep.master.Masters``.
+    """
+    if policy.compute not in SIXTEEN_BIT:
+        raise HalfstepError(
+            f"16bit with the policy {policy}", "it computes in no 16-bit format", "Use bf16 or fp16, or leave it out."
+        )
+    for path, module in model.named_modules():
+        format = policy.format_of(path)
+        if format not in SIXTEEN_BIT or isinstance(module, (*NORMS, nn.RNNBase, nn.EmbeddingBag)):
+            continue
+        for name, parameter in module._parameters.items():
+            if parameter is not None and _is_frozen_weight(parameter) and not is_source(module, name):
+                parameter.data = parameter.data.to(FORMATS[format].dtype)
+                widen_embedding(module)
+
+
+def _is_frozen_weight(parameter: nn.Parameter) -> bool:
+    return not parameter.requires_grad and parameter.dim() >= 2 and parameter.is_floating_point()
+
+
+def hold_base_in_4_bit(model: nn.Module) -> None:
+    """Hold the weights of the adapted layers of ``model`` in 4 bits (NF4, Dettmers et al. 2023, arXiv 2305.14314)."""
+    layers = adapted_layers(model)
+    if not layers:
+        raise HalfstepError(
+            "4bit without adapters", "weights of 4 bits do not train", "Put lora=16 before it (lora=16 4bit)."
+        )
+    for layer in layers:
+        _pack(layer)
+
+
+def _pack(layer: Any) -> None:
+    weight = layer.weight
+    shape = tuple(reversed(weight.shape)) if is_conv1d(layer) else tuple(weight.shape)
+    num_blocks = -(-weight.numel() // WEIGHT_BLOCK)
+    packed = weight.new_empty((-(-weight.numel() // 2), 1), dtype=torch.uint8)
+    layer.weight = nn.Parameter(packed, requires_grad=False)
+    layer.absmax = nn.Parameter(weight.new_empty(num_blocks, dtype=torch.float32), requires_grad=False)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        kind = x.device.type
+        format = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        result: torch.Tensor = _FourBitProduct.apply(  # type: ignore[no-untyped-call]
+            x.to(format), layer.weight, layer.absmax, shape
+        )
+        return result if layer.bias is None else result + layer.bias.to(format)
+
+    layer.base_forward = forward
+
+
+class _FourBitProduct(torch.autograd.Function):
+    """x [..., in] times the weight [out, in], which is unpacked for each product and kept packed in between."""
+
+    @staticmethod
+    def forward(
+        context: Any, x: torch.Tensor, packed: torch.Tensor, absmax: torch.Tensor, shape: tuple[int, int]
+    ) -> torch.Tensor:
+        context.save_for_backward(packed, absmax)
+        context.shape = shape
+        return x @ _unpacked(packed, shape, x.dtype).t()
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> Any:
+        packed, _ = context.saved_tensors
+        return gradient @ _unpacked(packed, context.shape, gradient.dtype), None, None, None
+
+
+def _unpacked(packed: torch.Tensor, shape: tuple[int, int], format: torch.dtype) -> torch.Tensor:
+    """One kernel, which writes the weight in the format of the product."""
+    return packed.new_empty(shape, dtype=format)
