@@ -261,12 +261,12 @@ def llama_7b(seed: int) -> Workload:
 
 
 def llama_small(seed: int) -> Workload:
-    """For a real card: 54 million parameters, head size 64."""
+    """For a real card: 47 million parameters, head size 64."""
     return language_model(Llama(8192, 512, 12, 8, 1408), 8, 512)
 
 
 class GPT(nn.Module):
-    """Tokens [batch, length] to logits; the defaults are those of GPT-2, 124,475,904 parameters with a tied head."""
+    """Tokens [batch, length] to logits; the defaults are those of GPT-2, 124,439,808 parameters with a tied head."""
 
     def __init__(self, vocabulary: int = 50257, length: int = 1024, width: int = 768, depth: int = 12) -> None:
         super().__init__()

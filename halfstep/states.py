@@ -22,6 +22,7 @@ _ELEMENTWISE = (
 )
 _BY_PARAMETER = (optim.Adafactor, optim.Muon, optim.SparseAdam)
 _QUANTISED = {
+    "halfstep.plan": ("AdamW8bit",),  # a plan's, which holds what bitsandbytes' does
     "torchao.optim": ("Adam8bit", "AdamW8bit", "AdamFp8", "AdamWFp8"),
     "bitsandbytes.optim": ("Adam8bit", "AdamW8bit", "SGD8bit", "RMSprop8bit", "Adagrad8bit", "Lion8bit"),
 }
@@ -94,10 +95,16 @@ def merge_state(whole: dict[str, Any], part: Mapping[str, Any], parameter: torch
                 whole[name] = value
             elif _is_quantised(value):
                 _copy_quantised(mine, value)
-            elif mine.data_ptr() != value.data_ptr():
+            elif not _is_same_memory(mine, value):
                 mine.copy_(value)
         else:
             whole[name] = value
+
+
+def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """By storage and offset: a fake tensor has both, and no address."""
+    storages = one.untyped_storage()._cdata, other.untyped_storage()._cdata
+    return storages[0] == storages[1] and one.storage_offset() == other.storage_offset()
 
 
 def _grown(name: str, value: Any, parameter: torch.Tensor, length: int) -> Any:

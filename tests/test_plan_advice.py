@@ -143,6 +143,9 @@ def test_the_logits_are_told_from_their_neighbours():
     # Without them weights, the two 64 and the loss are left.
     assert loss(trace).nbytes == trace.peak.nbytes - (400 + 64 + 64 + 4)
     assert loss(step(WEIGHTS, hidden, logits, weight)) is None
+    # A log-softmax in 16 bits, with the copy that the loss is taken of.
+    narrow, copy = replace(softmax, nbytes=500, born=12), replace(cast, born=13)
+    assert loss_storages(step(WEIGHTS, hidden, logits, narrow, copy, total)) == {logits, narrow, copy}
 
 
 def test_math_attention_by_hand():
@@ -176,8 +179,29 @@ def test_checkpointing_by_hand():
     bound = step(WEIGHTS, *made[:4], cast, *made[5:])
     assert checkpointing(bound).nbytes == bound.peak.nbytes - (400 + 200 + 700 + 50)
     # One that is not needed again after the forward pass is not made again.
-    unused = step(WEIGHTS, *made[:4], replace(cast, died=110), *made[5:])
+    between = block(500, "backward temporaries", 112, 115, "mm", "head")
+    unused = step(WEIGHTS, *made[:4], replace(cast, died=110), *made[5:], between)
+    assert unused.peak.nbytes == 400 + 400 + 700
     assert checkpointing(unused).nbytes == unused.peak.nbytes - (400 + 700)
+    assert checkpointing(replace(unused, storages=[*unused.storages, replace(between, born=113)])).nbytes == 400
+
+
+def test_the_inputs_of_checkpoints_are_left():
+    inputs = [block(100, "activations", 10 + at, 190 - at, "add", f"blocks.{at}") for at in range(3)]
+    part = block(9, "forward temporaries", 5, 6, "mm", "blocks.0.up")
+    assert checkpointing(step(WEIGHTS, part, *inputs)) is None
+    assert checkpointing(step(WEIGHTS, part, *inputs, replace(inputs[0], born=30))) is not None
+
+
+def test_a_window_whose_peak_is_in_the_optimizer_costs_nothing():
+    phases = ((FORWARD, 1), (BACKWARD, 50), (FORWARD, 100), (BACKWARD, 150), (STEP, 200))
+    passes = [block(300, "activations", born, born + 60, "mm", "m", FORWARD) for born in (10, 110)]
+    gradients = block(400, "gradients", 75, 280, "mm", "m", BACKWARD)
+    window = step(WEIGHTS, *passes, gradients, phases=phases, num_samples=4)
+    # One micro-batch alone: weights with activations or with gradients, and not with both.
+    assert accumulation(window).nbytes == (400 + 300 + 400) - (400 + 400)
+    temporaries = block(300, "step temporaries", 210, 220, "_foreach_sqrt")
+    assert accumulation(replace(window, storages=[*window.storages, temporaries])) is None
 
 
 def test_blocks_are_named_by_their_place():
@@ -193,6 +217,7 @@ def test_a_copy_of_tokens_is_no_wide_input():
     assert wide_inputs(step(inputs, replace(cast, op="aten.mm.default"))) is None
     assert wide_inputs(step(inputs, cast, policy="fp32")) is None
     assert wide_inputs(step(inputs, replace(cast, nbytes=300))) is None
+    assert wide_inputs(step(inputs, replace(cast, component="16-bit weights"))) is None
 
 
 # --- against another policy -----------------------------------------------------------------------------------------
@@ -228,6 +253,11 @@ def test_copies_that_cost_what_the_passes_save():
     never = replace(trace, growth=[0.0, 0.0, 50.0])
     assert no_saving("fp32", reference, "bf16", never) == f"{expected}; it saves nothing with any batch."
     assert no_saving("fp32", trace, "bf16", reference) is None
+    # Copies alone are no reason where the passes hold more as well.
+    both = trace_of(cast, replace(wide, nbytes=150), growth=[0.0, 75.0])
+    assert no_saving("fp32", reference, "bf16", both) == (
+        f"bf16 needs {size_text(110)} more than fp32 here; it saves nothing with any batch."
+    )
 
 
 # --- all together ---------------------------------------------------------------------------------------------------
@@ -244,9 +274,10 @@ def test_what_is_worth_most_comes_first():
 
 
 def test_nothing_to_gain_is_said():
-    trace = step(WEIGHTS, STATES, block(12, "activations", 1, 150, "mm", "m"), policy="fp32")
+    small = [block(12, "activations", 1, 150, "mm", "m"), block(12, "buffers", 0, None)]
+    trace = step(WEIGHTS, STATES, *small, policy="fp32")
     assert advise([PolicyPlan("fp32", trace)]) == (
-        "fp32: none of the changes looked at is worth 2 % of the peak; weights, optimizer states and gradients are 99 %"
+        "fp32: none of the changes looked at is worth 2 % of the peak; weights, optimizer states and gradients are 98 %"
         " of it.",
     )
     assert advise([PolicyPlan("bf16", refused="T4 cannot compute bf16")]) == ()

@@ -8,7 +8,7 @@ from reference.planted_steps import block, drawn_step, fake, plain_peak, step
 
 from halfstep.plan.batch import LIMIT, PeakLine, largest_batch, saves_from
 
-BATCHES = (1, 2, 3, 5, 8, 13, 100, 1000)
+BATCHES = (*range(1, 30), 100, 1000)
 
 
 def grows(fixed, per_sample, batch_size=2):
@@ -28,12 +28,21 @@ def test_the_line_is_the_peak_of_every_batch(seed):
     assert growths == sorted(set(growths))
 
 
+def test_a_piece_may_be_the_largest_for_one_batch_alone():
+    blocks = [
+        block(nbytes, "activations", born, born + 1, "mm", "m") for nbytes, born in ((100, 1), (124, 3), (277, 5))
+    ]
+    line = PeakLine.of(step(*blocks, batch_size=5, growth=[0.0, 10.0, 100.0]))
+    # 100, 74 + 10 n from 2.6 on, and 100 n - 223 from 3.3 on.
+    assert [line.at(n) for n in (2, 3, 4)] == [100, 104, 177]
+
+
 def test_a_growth_of_thirds_is_not_rounded():
-    growth = [1 / 3, 2 / 3]
+    growth = [1 / 3, 1 / 3]
     blocks = [block(10, "activations", 1, 4, "mm", "m"), block(21, "activations", 2, 4, "mm", "m")]
     line = PeakLine.of(step(*blocks, batch_size=3, growth=growth))
     assert line.at(3) == 31
-    assert line.at(6) == 34
+    assert line.at(6) == 33
     # What is freed leaves nothing behind, not even a rounding, so that two such steps are equal.
     assert saves_from(step(*blocks, batch_size=3, growth=growth), step(*blocks, batch_size=3, growth=growth)) is None
 
@@ -54,13 +63,21 @@ def test_where_a_policy_saves(theirs, ours, batch):
     assert saves_from(grows(*theirs), grows(*ours)) == batch
 
 
+def test_where_a_policy_saves_when_the_other_bends_between_two_batches():
+    early = block(50, "activations", 1, 2, "mm", "m")
+    late = block(275, "activations", 3, 4, "mm", "m")
+    reference = step(early, late, batch_size=5, growth=[10.0, 100.0])  # 10 n, and 100 n - 225 from 2.5 on
+    assert [PeakLine.of(reference).at(n) for n in (1, 2, 3)] == [10, 20, 75]
+    assert saves_from(reference, grows(20, 10)) == 3
+
+
 @pytest.mark.parametrize("seed", range(60))
 def test_where_a_policy_saves_by_trying_every_batch(seed):
     reference, trace = drawn_step(seed, 12), drawn_step(1000 + seed, 12)
     found = saves_from(reference, trace)
     # Peaks of these steps meet far below this: they grow by whole bytes and hold some hundreds of them.
-    last = 1500
-    is_below = [PeakLine.of(trace).at(n) < PeakLine.of(reference).at(n) for n in range(1, last + 1)]
+    ours, theirs = PeakLine.of(trace), PeakLine.of(reference)
+    is_below = [ours.at(n) < theirs.at(n) for n in range(1, 1500)]
     if found is None:
         assert not is_below[-1]
     else:
@@ -81,13 +98,14 @@ def test_steps_that_cross_twice_are_among_those_tried():
 @pytest.mark.parametrize("capacity", [0, 300, 1000, 5000])
 def test_the_largest_batch_by_trying_every_batch(seed, capacity):
     trace = drawn_step(seed)
+    line = PeakLine.of(trace)
 
-    def need(t):
-        return 100 + 64 * -(-t.peak.nbytes // 64)  # in steps, as an allocator does
+    def need(nbytes):
+        return 100 + 64 * -(-nbytes // 64)  # in steps, as an allocator does
 
-    fits = [n for n in range(1, 1500) if need(trace.with_batch(n)) <= capacity]
+    fits = [n for n in range(1, 1500) if need(line.at(n)) <= capacity]
     assert len(fits) < 1400
-    assert largest_batch(trace, need, capacity) == max(fits, default=0)
+    assert largest_batch(trace, lambda t: need(t.peak.nbytes), capacity) == max(fits, default=0)
 
 
 def test_few_batches_are_tried():

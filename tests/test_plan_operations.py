@@ -9,6 +9,7 @@ from reference import flops as plain
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from halfstep.plan import operations as module
 from halfstep.plan.cost import Call
 from halfstep.plan.operations import count_operations
 from halfstep.plan.roofline import OffSize
@@ -176,6 +177,8 @@ QKV = torch.zeros(2, 3, 5)
         (aten.relu_.default, (A.clone(),), 96, 96),
         (aten.add.Tensor, (A, B[:1].expand(6, 4)), 96 + 16, 96),  # one row for all
         (aten.mul.Tensor, (A[:, :2], 2.0), 48, 48),  # part of a storage
+        (aten.mul.Tensor, (A[:, :2], A[:, :2]), 48, 48),  # the same part twice
+        (aten.mul.Tensor, (A[:, :2], A[:, 2:]), 96, 48),  # both parts
         (aten.cat.default, ([A, B],), 2 * 96, 2 * 96),
         (aten.bmm.default, (QKV[:, :, :2], QKV[:, :2, :]), 120, 2 * 60),  # two views of one storage, never more than it
         (aten.t.default, (A,), 96, 0),
@@ -190,6 +193,8 @@ QKV = torch.zeros(2, 3, 5)
         (aten.index_put_.default, (A.clone(), [ROWS], B[:2].clone()), 16 + 32, 0),
         (aten.nll_loss_forward.default, (A, torch.zeros(6, dtype=torch.long), None, 1, -100), 48, 8),
         (aten._foreach_add_.List, ([A.clone(), A.clone()], [B, B.clone()]), 4 * 96, 2 * 96),
+        (aten._foreach_zero_.default, ([A.clone(), A.clone()],), 0, 2 * 96),
+        (aten._foreach_copy_.default, ([A.clone(), A.clone()], [B, B.clone()]), 2 * 96, 2 * 96),
         (aten.max_pool2d_with_indices.default, (torch.zeros(1, 1, 4, 4), [2, 2]), 64, 16 + 32),
     ],
     ids=lambda value: str(value) if callable(value) else "",
@@ -288,3 +293,16 @@ def test_what_is_not_known_is_said_and_not_guessed():
 def test_sizes_that_tensor_cores_do_not_like_are_named(gpt):
     assert count("odd_vocabulary", "bf16").off_sizes == (OffSize("head", "Linear", "out_features", 97, 8),)
     assert gpt.off_sizes == ()
+
+
+def test_growth_is_not_known_where_bytes_outgrow_the_batch_or_kernels_differ():
+    def window(nbytes, op="aten.exp.default"):
+        return [module._Counted(op, "", "forward", None, 0, nbytes, 10)]
+
+    assert module._growths(window(100), window(180), 4) == ([(0.0, 20.0, 0.0)], "")
+    growths, why = module._growths(window(100), window(400), 4)
+    assert growths == [None]
+    assert "aten.exp.default in the model grows faster" in why
+    growths, why = module._growths(window(100), window(180, "aten.log.default"), 4)
+    assert growths == [None]
+    assert "other kernels" in why

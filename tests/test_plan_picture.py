@@ -101,13 +101,14 @@ def test_a_point_tells_what_happened():
 
 
 def test_the_legend_names_once_what_can_be_seen():
-    small = block(1, "inputs", 0, None)
+    small, empty = block(1, "inputs", 0, None), block(0, "buffers", 0, None)
     held = [block(MIB, "weights", 0, None), block(MIB, "activations", 5, 9, "mm", "m")]
     cast = block(MIB, "16-bit weights", 4, 9, "_to_copy", "m")
-    figure = memory_figure([replace(step(small, *held), policy="fp32"), step(small, *held, cast)])
+    figure = memory_figure([replace(step(small, *held), policy="fp32"), step(small, empty, *held, cast)])
     named = [(area["xaxis"], area["name"]) for area in figure.data if area["showlegend"]]
     assert named == [("x", "weights"), ("x", "activations"), ("x2", "16-bit weights")]
     assert "inputs" in {area["name"] for area in areas(figure)}
+    assert "buffers" not in {area["name"] for area in areas(figure, "x2")}
     assert set(_COLORS) == set(COMPONENTS)
     assert len(set(_COLORS.values())) == len(COMPONENTS)
 

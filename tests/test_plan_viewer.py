@@ -134,6 +134,7 @@ def test_a_retry_shows_as_a_segment_given_back():
     assert actions.index("segment_free") + 1 == len(actions) - 1 - actions[::-1].index("segment_alloc")
     sums, alive = replayed(snapshot)
     assert max(reserved for _, reserved in sums) == 28 * MIB
+    assert [segment["total_size"] for segment in snapshot["segments"]] == [14 * MIB, 14 * MIB]
     assert alive == {}
 
 

@@ -55,7 +55,7 @@ def asker() -> Asker:
         name = frame.f_code.co_filename
         if is_users(name):
             return Asker(asking, f"{Path(name).name}:{frame.f_lineno}")
-        if name.startswith(_OWN):
+        if name.startswith(_OWN) and not name.startswith(_BETWEEN):
             break
         frame = frame.f_back
     return Asker(asking, None)

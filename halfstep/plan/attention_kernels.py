@@ -122,15 +122,14 @@ class _Efficient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> tuple[Any, ...]:
-        query = ctx.saved_tensors[0]
+        saved = ctx.saved_tensors  # once: a checkpoint computes them again for each reading
+        query = saved[0]
         batch, heads, num_q, size = query.shape
         meanwhile = [grad.new_empty((batch, heads, num_q), dtype=torch.float32)]
         if query.dtype in SIXTEEN:
             shape = (batch, heads, _up(num_q, 64), _up(size, 32))
             meanwhile.append(grad.new_empty(shape, dtype=torch.float32))
-        gradients = aten._scaled_dot_product_efficient_attention_backward(
-            grad, *ctx.saved_tensors, *ctx.rest, scale=ctx.scale
-        )
+        gradients = aten._scaled_dot_product_efficient_attention_backward(grad, *saved, *ctx.rest, scale=ctx.scale)
         del meanwhile
         return (*gradients, None, None, None, None)
 

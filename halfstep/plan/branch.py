@@ -6,6 +6,7 @@ does with each answer stands in its bytecode: the instructions from the question
 
 from __future__ import annotations
 
+import bisect
 import dis
 import functools
 from types import CodeType, FrameType
@@ -38,12 +39,13 @@ def _is_in_while(code: CodeType, offset: int) -> bool:
 def _healthy(code: CodeType, offset: int) -> bool | None:
     instructions = list(dis.get_instructions(code))
     at = {instruction.offset: index for index, instruction in enumerate(instructions)}
-    index, is_negated = at.get(offset, -1), False
+    asked = index = bisect.bisect_right(list(at), offset) - 1  # an instruction may be followed by its caches
+    is_negated = False
     while index < len(instructions) and not _forks(instructions[index]):
         name = instructions[index].opname
         if name == "UNARY_NOT":
             is_negated = not is_negated
-        elif name not in _IDLE and instructions[index].offset != offset:
+        elif name not in _IDLE and index != asked:
             return None
         index += 1
     if index == len(instructions):

@@ -46,9 +46,10 @@ class CudaCalls:
 
     @contextlib.contextmanager
     def answered(self) -> Iterator[None]:
-        """``torch.cuda`` and autocast answer for the target meanwhile, and nothing is compiled."""
+        """``torch.cuda`` and autocast answer for the target meanwhile, and nothing is compiled or scripted."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(patch.object(torch, "compile", self._uncompiled))
+            stack.enter_context(patch.object(torch.jit, "script", self._uncompiled))
             if self.target.is_cuda:
                 for name, function in self._functions().items():
                     stack.enter_context(patch.object(torch.cuda, name, function))
@@ -90,7 +91,7 @@ class CudaCalls:
             lines.add(asking.place)
 
     def _uncompiled(self, model: Any = None, **options: Any) -> Any:
-        self._note(self.compiled)
+        self.compiled.add(asker().place or "torch")
         return (lambda function: function) if model is None else model
 
     def _functions(self) -> dict[str, Callable[..., Any]]:

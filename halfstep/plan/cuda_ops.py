@@ -116,8 +116,7 @@ class CudaOps:
             dropout=dropout_p,
             enable_gqa=enable_gqa,
             needs_grad=torch.is_grad_enabled() and any(t.requires_grad for t in tensors),
-            is_dense=all(t.stride(-1) == 1 for t in tensors if t.shape[-1] > 1)
-            and (attn_mask is None or attn_mask.stride(-1) == 1),
+            is_dense=all(t.stride(-1) == 1 for t in (query, key, value, attn_mask) if t is not None),
         )
         choice = choose(call, self.target.capability, _enabled())
         modules = self._attention.setdefault(str(choice), [])

@@ -29,7 +29,8 @@ _WAYS_ROUND = {
 _ELSE = "Plan the model with an operation of known shape in its place."
 _REGISTER = "Give it a form for fake tensors, torch.library.register_fake, or plan with torch's own operations instead."
 _NO_FAKE_FORM = ("no fake impl", "register_fake", "Meta tensors", "meta kernel", "fake tensors")
-_CUDA = ("Torch not compiled with CUDA", "not linked with support for cuda", "NVIDIA driver", "hasPrimaryContext")
+_CUDA = ("Torch not compiled with CUDA", "not linked with support for cuda", "NVIDIA driver", "dummy base class")
+_SPARSE = "SparseTensorImpl"
 
 
 @contextlib.contextmanager
@@ -61,6 +62,10 @@ def failure_of(error: Exception, model: nn.Module) -> HalfstepError:
             f"{operation} {where}", "it has no form for tensors without values", _WAYS_ROUND.get(operation, _REGISTER)
         )
     what = f"{operation} {where}" if operation else where
+    if _SPARSE in text:
+        return HalfstepError(
+            what, "a plan follows the memory of dense tensors only", "Plan with a dense gradient, sparse=False."
+        )
     if any(part in text for part in _CUDA):
         return HalfstepError(
             what, f"it calls CUDA itself, and a plan has no such device ({text})", "Leave that call out for a plan."

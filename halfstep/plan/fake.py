@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from torch.autograd import graph
 from torch.overrides import TorchFunctionMode
 
 from halfstep.plan.answers import Answers
@@ -29,7 +30,8 @@ from halfstep.plan.cuda_ops import CudaOps
 from halfstep.plan.target import Target
 from halfstep.record.walk import eager
 
-_swap = torch.utils.swap_tensors
+_swap: Callable[..., None] = torch.utils.swap_tensors
+_engine: Callable[..., Any] = graph._engine_run_backward
 
 
 class FakeDevice:
@@ -57,6 +59,7 @@ class FakeDevice:
         with (
             patch.object(nn.Module, "register_parameter", fake_parameter),
             patch.object(nn.Module, "register_buffer", fake_buffer),
+            self.answers,
             self._answered(),
         ):
             yield
@@ -82,7 +85,12 @@ class FakeDevice:
         level = logger.level
         logger.setLevel(logging.CRITICAL)  # it logs each failure of an operation, which is raised as well
         try:
-            with self.cuda_calls.answered(), self._calls, patch.object(torch.utils, "swap_tensors", _swapped):
+            with (
+                self.cuda_calls.answered(),
+                self._calls,
+                patch.object(torch.autograd, "_engine_run_backward", self._calls.engine),
+                patch.object(torch.utils, "swap_tensors", _swapped),
+            ):
                 yield
         finally:
             logger.setLevel(level)
@@ -120,7 +128,6 @@ class _Calls(TorchFunctionMode):
             torch._assert: lambda condition, message: None,
             F.one_hot: _one_hot,
             F.ctc_loss: _ctc_loss,
-            torch.Tensor.backward: self._backward,
         }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -132,16 +139,10 @@ class _Calls(TorchFunctionMode):
             func, args, kwargs = self._cuda_calls.rewritten(func, args, kwargs)
         return func(*args, **kwargs)
 
-    def _backward(
-        self,
-        tensor: torch.Tensor,
-        gradient: torch.Tensor | None = None,
-        retain_graph: bool | None = None,
-        create_graph: bool = False,
-        inputs: Any = None,
-    ) -> None:
-        with self:  # for what a checkpoint runs again, and for backward functions of the user's
-            torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
+    def engine(self, *args: Any, **kwargs: Any) -> Any:
+        """Autograd's engine under this mode, for backward functions of the user's and what a checkpoint runs again."""
+        with self:
+            return _engine(*args, **kwargs)
 
 
 def _swapped(mine: torch.Tensor, other: torch.Tensor) -> None:
@@ -173,9 +174,7 @@ def _one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
     return F.one_hot(tensor, num_classes)
 
 
-def _ctc_loss(
-    log_probs: torch.Tensor, targets: Any, input_lengths: Any, target_lengths: Any, *args: Any, **kwargs: Any
-) -> Any:
+def _ctc_loss(log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, **options: Any) -> Any:
     """With lengths as tensors: torch makes tensors of lists in a way that a fake device cannot follow."""
-    lengths = [torch.as_tensor(each) for each in (input_lengths, target_lengths)]
-    return F.ctc_loss(log_probs, targets, *lengths, *args, **kwargs)
+    lengths = torch.as_tensor(input_lengths), torch.as_tensor(target_lengths)
+    return F.ctc_loss(log_probs, targets, lengths[0], lengths[1], **options)

@@ -20,6 +20,7 @@ from halfstep.closure import needs_closure
 from halfstep.errors import HalfstepError
 from halfstep.gradients import gradients_of, take_gradients
 from halfstep.plan.build import build, resized
+from halfstep.plan.failure import naming_failures
 from halfstep.plan.fake import FakeDevice
 from halfstep.plan.ledger import Ledger, Unplaced
 from halfstep.plan.step_trace import StepTrace
@@ -38,12 +39,21 @@ MAX_WINDOWS = 4
 
 @dataclass
 class FakeRun:
-    """A workload behind a Stepper on a fake device. ``batch_size`` is that of a micro-batch, and may be changed."""
+    """A workload behind a Stepper on a fake device.
+
+    batch_size: samples of a micro-batch, None until one is drawn; it may be changed between windows.
+    num_parameters: of the model as it was built; 4-bit weights are packed, and would count half.
+    assumed:    what was assumed to make a workload of a bare model, in sentences.
+    tokens_per_sample: length of the batch's sequences of whole numbers, None where it has none.
+    """
 
     device: FakeDevice
     workload: Workload
     stepper: Stepper
     batch_size: int | None
+    num_parameters: int
+    assumed: Sequence[str] = ()
+    tokens_per_sample: int | None = None
 
     def __post_init__(self) -> None:
         self._batches = stream(self.workload)
@@ -64,8 +74,9 @@ class FakeRun:
             drawn = num_samples(batch)
             self.batch_size = self.batch_size or drawn
             batch = self.device.batch(resized(batch, drawn, self.batch_size))
+            self.tokens_per_sample = _tokens_of(batch)
             held(batch)
-            with self.device.running(), watching():
+            with self.device.running(), watching(), naming_failures(self.stepper.model):
                 report = self.stepper.step(lambda batch=batch: around(lambda: self._loss(batch)))  # type: ignore[misc]
             del batch
 
@@ -89,8 +100,10 @@ def start(subject: Subject, policy: str | Policy, target: Target, techniques: Se
     """Build ``subject`` on ``target`` without memory, changed by ``techniques``, behind a Stepper with its states."""
     device = FakeDevice(target)
     policy = Policy.parse(policy)
+    assumed: list[str] = []
     with device.building():
-        workload = build(subject)
+        workload = build(subject, assumed)
+        num_parameters = sum(parameter.numel() for parameter in workload.model.parameters())
         for name in techniques:
             workload, policy = technique_of(name).apply(workload, policy)
     model = workload.model.train()
@@ -105,7 +118,7 @@ def start(subject: Subject, policy: str | Policy, target: Target, techniques: Se
             scheduler=workload.scheduler(optimizer) if workload.scheduler else None,
             hardware=target.hardware,
         )
-    run = FakeRun(device, workload, stepper, subject.batch_size)
+    run = FakeRun(device, workload, stepper, subject.batch_size, num_parameters, assumed)
     run.make_states()
     return run
 
@@ -165,18 +178,19 @@ def fake_step(
                 f"each of {MAX_WINDOWS} windows left something new in memory, as a list of losses does that keep graphs",
                 "Keep numbers between steps (loss.detach()), or clear what the model collects.",
             )
-        parameters = list(model.parameters())
         trace = StepTrace(
             storages=ledger.storages(),
             num_events=ledger.time,
             phases=tuple(ledger.phases),
             batch_size=run.batch_size or 0,
             num_samples=(run.batch_size or 0) * run.workload.accumulate,
-            num_parameters=sum(p.numel() for p in parameters),
-            num_trained=sum(p.numel() for p in parameters if p.requires_grad),
+            num_parameters=run.num_parameters,
+            num_trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
             policy=str(stepper.policy),
             techniques=tuple(techniques),
-            num_answers=run.device.answers.num,
+            attention=run.device.cuda_ops.attention if run.device.cuda_ops else None,
+            tokens_per_sample=run.tokens_per_sample,
+            notes=(*run.assumed, *run.device.notes()),
         )
         if finds_growth:
             run.batch_size = 2 * trace.batch_size
@@ -188,6 +202,13 @@ def fake_step(
         if collects:
             gc.enable()
     return trace
+
+
+def _tokens_of(batch: Any) -> int | None:
+    """The length of the first tensor of whole numbers with samples along one dimension and a sequence along the next."""
+    whole = (t for t in _tensors(batch) if t.dim() == 2 and not t.is_floating_point() and t.dtype is not torch.bool)
+    first = next(whole, None)
+    return None if first is None else first.shape[1]
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

@@ -7,6 +7,7 @@ activation is what a forward pass made and left behind.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -50,6 +51,7 @@ class Ledger:
         self._alive: dict[int, _Entry] = {}
         self._entries: list[_Entry] = []
         self._kept_before: list[int] = []
+        self._awaits_backward = False
 
     def hold(self, tensors: Iterable[torch.Tensor], label: str) -> None:
         """Say what ``tensors`` are held for: one of COMPONENTS. Those not seen before are born now."""
@@ -67,7 +69,7 @@ class Ledger:
             if entry.label is None:  # made by an earlier step and kept
                 entry.label = "buffers"
             entry.born, entry.phase, entry.site, entry.op = 0, None, _NOWHERE, None
-        self.time, self.num_operations = 0, 0
+        self.time, self.num_operations, self._awaits_backward = 0, 0, False
         self.phases = []
         self._kept_before = self._kept()
 
@@ -94,8 +96,13 @@ class Ledger:
         return sorted(entry.nbytes for entry in self._alive.values() if entry.label not in _COME_AND_GO)
 
     def storages(self) -> list[Storage]:
-        """What the step held, each with the component that it turned out to be."""
-        return [
+        """What the step held, each with the component that it turned out to be, in the order of birth.
+
+        What was there before comes in an order of its own, the same in every window: an optimizer that makes a state
+        anew puts it behind the others.
+        """
+        died = self._deaths()
+        held = [
             Storage(
                 entry.nbytes,
                 self._component(entry),
@@ -105,10 +112,28 @@ class Ledger:
                 entry.site.file,
                 entry.site.line,
                 entry.born,
-                entry.died,
+                time,
             )
-            for entry in self._entries
+            for entry, time in zip(self._entries, died, strict=True)
         ]
+        return sorted(held, key=lambda each: (each.born, each.died or math.inf, each.nbytes))
+
+    def _deaths(self) -> list[int | None]:
+        """When each entry died. Those that die in a row do so in the order of their birth.
+
+        What is freed at one stroke, such as autocast's casts, dies in an order that addresses decide. No peak depends
+        on it.
+        """
+        times = [entry.died for entry in self._entries]
+        dead = [(time, at) for at, time in enumerate(times) if time is not None]
+        row: list[tuple[int, int]] = []
+        for time, at in [*sorted(dead), (0, 0)]:
+            if row and (time != row[-1][0] + 1 or self._entries[at].died_in != self._entries[row[-1][1]].died_in):
+                for (when, _), entry in zip(row, sorted(each for _, each in row), strict=True):
+                    times[entry] = when
+                row = []
+            row.append((time, at))
+        return times
 
     def _birth(self, storage: Any, label: str | None, site: Site, op: Any) -> None:
         phase = self._next()
@@ -124,8 +149,12 @@ class Ledger:
 
     def _next(self) -> str:
         """Count an event; the phase that it belongs to."""
-        is_backward = torch._C._current_graph_task_id() != -1
-        phase = BACKWARD if is_backward else FORWARD if self.in_forward else STEP
+        if torch._C._current_graph_task_id() != -1:
+            phase, self._awaits_backward = BACKWARD, False
+        elif self.in_forward:
+            phase, self._awaits_backward = FORWARD, True
+        else:  # where a backward pass starts from is made before the engine runs
+            phase = BACKWARD if self._awaits_backward else STEP
         self.time += 1
         if not self.phases or self.phases[-1][0] != phase:
             self.phases.append((phase, self.time))

@@ -46,17 +46,27 @@ def library_workload(subject: Subject) -> tuple[Workload, list[str]] | None:
     return None
 
 
-def _imported(library: str, spec: str) -> ModuleType:
+def _imported(library: str, spec: str, name: str | None = None) -> Any:
+    """The module ``library``, or what it calls ``name``, None if nothing; it may import more to give that."""
     try:
         with patch.dict(os.environ, {"HF_HUB_OFFLINE": "1"}):
-            return importlib.import_module(library)
+            module = importlib.import_module(library)
+            return module if name is None else getattr(module, name, None)
     except ImportError as error:
-        missing = error.name or library
+        missing = (error.name or library).partition(".")[0]
+        why = f"{library} cannot be imported" + ("" if missing == library else f", since {missing} is not installed")
+        raise HalfstepError(spec, why, f"Run: pip install {missing}") from None
+    except Exception as error:  # as of packages that were built for another torch
         raise HalfstepError(
             spec,
-            f"{library} cannot be imported" + ("" if missing == library else f", since {missing} is not installed"),
-            f"Run: pip install {library if missing == library else missing.partition('.')[0]}",
+            f"{library} cannot be imported ({_first_line(error)})",
+            f"Install a {library} that fits torch, and what it imports.",
         ) from None
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else type(error).__name__
 
 
 def _built(spec: str, make: Callable[[], Any]) -> Any:
@@ -66,11 +76,9 @@ def _built(spec: str, make: Callable[[], Any]) -> Any:
     except HalfstepError:
         raise
     except Exception as error:
-        text = str(error).strip().splitlines()
         raise HalfstepError(
             spec,
-            f"it cannot be built from its configuration alone ({type(error).__name__}{': ' if text else ''}"
-            f"{text[0].rstrip('.') if text else ''})",
+            f"it cannot be built from its configuration alone ({_first_line(error)})",
             "Build it in a function workload(seed), and plan that.",
         ) from None
 
@@ -115,7 +123,7 @@ def _transformers(subject: Subject, name: str) -> tuple[Workload, list[str]]:
 
 
 def _class(transformers: ModuleType, name: str, spec: str) -> Any:
-    kind = getattr(transformers, name, None) if name.isidentifier() else None
+    kind = _imported("transformers", spec, name) if name.isidentifier() else None
     if kind is None:
         close = difflib.get_close_matches(name, [n for n in dir(transformers) if "Model" in n or "For" in n], 3)
         raise HalfstepError(
@@ -181,8 +189,12 @@ _PER_SAMPLE = ("ForSequenceClassification", "ForImageClassification", "ForAudioC
 def _labels(model: nn.Module, config: Any, batch: dict[str, Tensor], size: int) -> tuple[dict[str, Tensor], str]:
     """Labels by argument names for a head that computes a loss, and what they are."""
     name, ids = type(model).__name__, next(iter(batch.values()))
-    if name.endswith(_PER_TOKEN) and not ids.is_floating_point():
-        return {"labels": ids.new_empty(ids.shape)}, "a label for each token"
+    num_targets: int | None = getattr(config, "max_target_positions", None)
+    if name.endswith(_PER_TOKEN) and (num_targets or not ids.is_floating_point()):
+        if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+            config.decoder_start_token_id = 0  # the decoder's inputs are the labels, moved by this one
+        shape = (num_targets,) if num_targets and ids.is_floating_point() else tuple(ids.shape[1:])
+        return {"labels": empty(size, Input("int", shape))}, "a label for each token"
     if name.endswith(_PER_SAMPLE):
         if getattr(config, "pad_token_id", 0) is None:
             config.pad_token_id = 0  # a decoder looks for the last token that is none

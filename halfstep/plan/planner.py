@@ -79,7 +79,7 @@ def plan(
         torch=importlib.metadata.version("torch"),
         plans=tuple(plans),
         stacks=tuple(stacks),
-        advice=advise(plans),
+        advice=advise(plans, _tokens(plans)),
         assumptions=planner.assumptions(plans),
     )
 
@@ -127,6 +127,7 @@ class _Planner:
             trace,
             self.simulated(trace).peak_reserved if self.target.is_cuda else None,
             self.outside,
+            self.need_of(trace),
             self.capacity,
             None if self.capacity is None else largest_batch(law, self.need_of, self.capacity),
             saves_from(reference, law) if has_reference else None,
@@ -143,9 +144,16 @@ class _Planner:
         return simulate(trace, before=[each.nbytes for each in workspaces_of(self.target, trace)])
 
     def need_of(self, trace: StepTrace) -> int:
-        """Bytes that the device needs for a step."""
-        held = self.simulated(trace).peak_reserved if self.target.is_cuda else trace.peak.nbytes
-        return held + sum(each.nbytes for each in self.outside)
+        """Bytes that the device needs for a step, as ``PolicyPlan.need``; at most the capacity if and only if it runs."""
+        outside = sum(each.nbytes for each in self.outside)
+        if not self.target.is_cuda:
+            return trace.peak.nbytes
+        need = self.simulated(trace).peak_reserved + outside
+        if self.capacity is None or not trace.peak.nbytes + outside <= self.capacity < need:
+            return need
+        blocks = [each.nbytes for each in workspaces_of(self.target, trace)]
+        is_too_much = simulate(trace, self.capacity - outside, blocks).out_of_memory
+        return need if is_too_much else self.capacity
 
     def assumptions(self, plans: Sequence[PolicyPlan]) -> tuple[str, ...]:
         """What the figures rest on, each sentence once."""
@@ -165,6 +173,10 @@ class _Planner:
         if self.why_no_bound:
             sentences.append(f"No bound on the speed: {self.why_no_bound}")
         return tuple(dict.fromkeys(sentences))
+
+
+def _tokens(plans: Sequence[PolicyPlan]) -> int | None:
+    return next((plan.trace.tokens_per_sample for plan in plans if plan.trace is not None), None)
 
 
 def _context(calibration: Calibration | None) -> dict[str, int] | None:

@@ -32,6 +32,9 @@ class PolicyPlan:
     policy:   as asked for. refused: why it cannot run on the target, None if it can; else the rest is None.
     trace:    its step. reserved: peak bytes that the caching allocator holds for it, rounding and fragments included;
               None on a CPU, which has no such allocator. outside: what the device holds besides.
+    need:     bytes that the device needs: ``reserved``, or the tensors where there is no such allocator, and ``outside``.
+              Where that is more than there is and the step runs all the same, since the allocator gives back what it
+              has cached, it is all of the capacity.
     capacity: bytes of memory of the target, None where that is not known.
     largest_batch: samples of the largest micro-batch that fits, 0 if not one does; None where nobody knows.
     saves_from: samples of a micro-batch from which on it needs less than the first policy; None if it never does.
@@ -42,6 +45,7 @@ class PolicyPlan:
     trace: StepTrace | None = None
     reserved: int | None = None
     outside: tuple[Outside, ...] = ()
+    need: int = 0
     capacity: int | None = None
     largest_batch: int | None = None
     saves_from: int | None = None
@@ -52,12 +56,6 @@ class PolicyPlan:
     def peak(self) -> int:
         """Bytes that tensors hold at the peak."""
         return self.trace.peak.nbytes if self.trace else 0
-
-    @property
-    def need(self) -> int:
-        """Bytes that the device needs: what the allocator holds, or the tensors where there is none, and the rest."""
-        held = self.peak if self.reserved is None else self.reserved
-        return held + sum(each.nbytes for each in self.outside)
 
     @property
     def fits(self) -> bool | None:
@@ -98,6 +96,10 @@ def mib(nbytes: float) -> float:
 
 
 def size_text(nbytes: float) -> str:
-    """Bytes for a reader, in three digits: MiB below one GiB, else GiB."""
-    value, unit = (nbytes / MIB, "MiB") if abs(nbytes) < GIB else (nbytes / GIB, "GiB")
+    """Bytes for a reader, in three digits and the unit that suits them: B, KiB, MiB, GiB."""
+    value, unit = float(nbytes), "B"
+    for larger in ("KiB", "MiB", "GiB"):
+        if abs(value) < 1024:
+            break
+        value, unit = value / 1024, larger
     return f"{value:.3g} {unit}" if abs(value) < 999.5 else f"{value:,.0f} {unit}"

@@ -76,7 +76,7 @@ class StepTrace:
     num_parameters: of the model; num_trained of them require a gradient.
     policy:      the effective policy. techniques: names of what was changed besides, see ``halfstep.plan.technique``.
     attention:   the attention kernels that were chosen, with the reason, each with the modules that call it.
-    num_answers: how many values the code read from the device and got a fixed answer for.
+    tokens_per_sample: length of the batch's sequences of whole numbers, None where it has none.
     notes:       what the figure rests on, in sentences.
     growth:      bytes that each storage grows by with one sample more, None where that is not known.
     """
@@ -91,7 +91,7 @@ class StepTrace:
     policy: str
     techniques: tuple[str, ...] = ()
     attention: Mapping[str, Sequence[str]] | None = None
-    num_answers: int = 0
+    tokens_per_sample: int | None = None
     notes: tuple[str, ...] = ()
     growth: Sequence[float] | None = None
 

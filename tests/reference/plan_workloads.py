@@ -32,7 +32,8 @@ def vectors(count=4, batch=BATCH, width=WIDTH):
     ]
 
 
-def make(model, optimizer=functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9), **more):
+def make(model, optimizer=None, **more):
+    optimizer = optimizer or OPTIMIZERS["momentum"]
     return Workload(**{"model": model, "batches": vectors(), "loss": mean_loss, "optimizer": optimizer, **more})
 
 
@@ -219,6 +220,22 @@ def remembering(seed):
     return make(Remembering(), OPTIMIZERS["adamw_fused"])
 
 
+class Hoarding(nn.Module):
+    """Keeps what it gave, every time."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.given = layers(), []
+
+    def forward(self, x):
+        self.given.append(self.net(x))
+        return self.given[-1]
+
+
+def hoarding(seed):
+    return make(Hoarding())
+
+
 class Recurrent(nn.Module):
     def __init__(self):
         super().__init__()
@@ -253,4 +270,15 @@ def large(seed):
 
 
 LOOPS = ("accumulated", "clipped", "scheduled", "summed")
-MODELS = ("checkpointed", "reentrant", "conv", "language", "frozen", "unused", "cached", "remembering", "recurrent", "large")
+MODELS = (
+    "checkpointed",
+    "reentrant",
+    "conv",
+    "language",
+    "frozen",
+    "unused",
+    "cached",
+    "remembering",
+    "recurrent",
+    "large",
+)
