@@ -254,7 +254,7 @@ def plan(
         int | None, typer.Option(metavar="N", help="Samples of a micro-batch.", show_default="the workload's")
     ] = None,
     inputs: Annotated[
-        str | None, typer.Option("--input", metavar="SHAPE", help="One sample of a bare model: 3x224x224, int:1024.")
+        str | None, typer.Option(metavar="SHAPE", help="One sample of a model alone: 3x224x224, int:1024.")
     ] = None,
     calibrate: Annotated[
         bool, typer.Option("--calibrate", help="Measure this machine's rates, and use them for the speed.")

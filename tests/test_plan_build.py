@@ -89,6 +89,7 @@ def test_a_class_is_constructed_with_its_defaults_and_gets_the_inputs_that_are_g
     workload = build(Subject(f"{nets}:Net", 5, "4, 1"), assumed)
     (batch,) = workload.batches
     assert [tuple(tensor.shape) for tensor in batch] == [(5, 4), (5, 1)]
+    assert not any(tensor.any() for tensor in batch)  # values that every embedding and every class has
     assert isinstance(workload.optimizer(workload.model.parameters()), AdamW)
     assert assumed == [
         "The batch is 5 x 4, 1, as given.",
@@ -273,8 +274,7 @@ def test_a_timm_model_classifies_images_of_its_size(timm, inputs, shape):
     workload = build(Subject("timm:small", 4, inputs), assumed)
     ((images, labels),) = workload.batches
     assert images.shape == (4, *shape)
-    labels.fill_(1)
-    images.zero_()
+    images += torch.randn(4, *shape)
     logits = workload.model(images)
     expected = nn.functional.cross_entropy(logits, labels)
     torch.testing.assert_close(workload.loss(workload.model, (images, labels)), expected)

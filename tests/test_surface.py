@@ -167,5 +167,18 @@ def test_flags():
             "json_file",
             "html_file",
         ],
+        "plan": [
+            "model",
+            "card",
+            "memory",
+            "policies",
+            "batch",
+            "inputs",
+            "calibrate",
+            "snapshot",
+            "json_file",
+            "html_file",
+        ],
+        "measure": ["workload", "policies", "batch", "repeats", "device", "json_file", "html_file"],
         "new": ["file"],
     }

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 
@@ -19,7 +20,7 @@ from halfstep.workload import Workload, binds, seed_everything, signature_of
 DEFAULT_BATCH_SIZE = 8
 """Samples of a micro-batch where nobody says: the default of Transformers' Trainer."""
 
-_DTYPES = {"float": torch.float32, "int": torch.long, "bool": torch.bool}
+_DTYPES = {"float": numpy.float32, "int": numpy.int64, "bool": numpy.bool_}
 _WRITE = "Write a function workload(seed) around the model, and plan that."
 
 
@@ -64,12 +65,12 @@ def batch_size_of(subject: Subject) -> int:
 def given_batch(subject: Subject) -> tuple[Tensor, ...]:
     """The batch that ``subject.inputs`` describes."""
     assert subject.inputs is not None
-    return tuple(empty(batch_size_of(subject), each) for each in parse_inputs(subject.inputs))
+    return tuple(zeros(batch_size_of(subject), each) for each in parse_inputs(subject.inputs))
 
 
-def empty(batch_size: int, input: Input) -> Tensor:
-    """A tensor of that shape whose memory nobody touches."""
-    return torch.empty((batch_size, *input.shape), dtype=_DTYPES[input.kind])
+def zeros(batch_size: int, input: Input) -> Tensor:
+    """A tensor of that shape. NumPy's zeros take memory only where they are read, so a plan's batch takes none."""
+    return torch.from_numpy(numpy.zeros((batch_size, *input.shape), _DTYPES[input.kind]))
 
 
 # --- losses --------------------------------------------------------------------------------------------------------

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from halfstep.plan.policy_plan import size_text
+import math
+from collections.abc import Sequence
+
+from halfstep.plan.policy_plan import PolicyPlan, size_text
+from halfstep.plan.stacks import Stack
 from halfstep.plan.step_trace import StepTrace
 
 FIXED = ("weights", "gradients", "optimizer states")
@@ -28,6 +32,24 @@ def arithmetic(num_parameters: int, num_trained: int | None = None) -> tuple[str
         f"AdamW's default form (foreach) takes 4 bytes more for each parameter that trains, {4 * num_trained / GB:.3g} "
         "GB, for a moment of the step; fused=True does not.",
     )
+
+
+def classic_case(plans: Sequence[PolicyPlan], stacks: Sequence[Stack] = ()) -> tuple[str, ...]:
+    """The sentences for a plan whose fp32 step is the classic case: its arithmetic, and what AMP and LoRA leave of it.
+
+    It is where Adam's two moments are the states, and more than half of the peak is there before any activation.
+    """
+    trace = next((plan.trace for plan in plans if plan.trace is not None and plan.trace.policy == "fp32"), None)
+    if trace is None or trace.techniques:
+        return ()
+    fixed = {name: largest(trace, name) for name in FIXED}
+    has_moments = math.isclose(fixed["optimizer states"], 8 * trace.num_trained, rel_tol=0.01)
+    if not has_moments or 2 * sum(fixed.values()) < trace.peak.nbytes:
+        return ()
+    low = [plan.trace for plan in plans if plan.trace is not None and plan.trace is not trace]
+    adapted = [stack.trace for stack in stacks if stack.trace is not None and "4bit" in stack.names]
+    shown = [*low[:1], *sorted(adapted, key=lambda each: each.peak.nbytes)[:1]]
+    return (*arithmetic(trace.num_parameters, trace.num_trained), *(of_trace(each) for each in shown))
 
 
 def of_trace(trace: StepTrace) -> str:

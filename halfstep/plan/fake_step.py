@@ -175,7 +175,7 @@ def fake_step(
         else:
             raise HalfstepError(
                 f"{subject.spec}",
-                f"each of {MAX_WINDOWS} windows left something new in memory, as a list of losses does that keep graphs",
+                f"each of {MAX_WINDOWS} windows left something new in memory, as a list of losses with graphs does",
                 "Keep numbers between steps (loss.detach()), or clear what the model collects.",
             )
         trace = StepTrace(
@@ -205,7 +205,7 @@ def fake_step(
 
 
 def _tokens_of(batch: Any) -> int | None:
-    """The length of the first tensor of whole numbers with samples along one dimension and a sequence along the next."""
+    """The length of the first tensor of whole numbers that has two dimensions, samples and a sequence."""
     whole = (t for t in _tensors(batch) if t.dim() == 2 and not t.is_floating_point() and t.dtype is not torch.bool)
     first = next(whole, None)
     return None if first is None else first.shape[1]

@@ -18,10 +18,10 @@ from halfstep.errors import HalfstepError
 from halfstep.plan.bare_model import (
     OUTPUT_LOSS,
     batch_size_of,
-    empty,
     given_batch,
     output_loss,
     workload_of,
+    zeros,
 )
 from halfstep.plan.subject import Input, Subject
 from halfstep.workload import Workload, seed_everything, signature_of
@@ -149,15 +149,15 @@ def _text_or_image(subject: Subject, model: Any, config: Any) -> tuple[dict[str,
         return batch, [f"The batch is {size} x {subject.inputs} ({', '.join(batch)}), as given."]
     if main == "input_ids":
         num_tokens = _num_tokens(model, config)
-        batch = {main: empty(size, Input("int", (num_tokens,)))}
+        batch = {main: zeros(size, Input("int", (num_tokens,)))}
         if config.is_encoder_decoder and "labels" not in names:
-            batch["decoder_input_ids"] = empty(size, Input("int", (num_tokens,)))
+            batch["decoder_input_ids"] = zeros(size, Input("int", (num_tokens,)))
         return batch, [f"A sample is {num_tokens} tokens without padding."]
     if main == "pixel_values":
         side = getattr(config, "image_size", None) or IMAGE_SIZE
         height, width = side if isinstance(side, list | tuple) else (side, side)
         channels = getattr(config, "num_channels", 3)
-        return {main: empty(size, Input("float", (channels, height, width)))}, [
+        return {main: zeros(size, Input("float", (channels, height, width)))}, [
             f"A sample is an image of {channels} x {height} x {width}."
         ]
     raise HalfstepError(
@@ -194,13 +194,13 @@ def _labels(model: nn.Module, config: Any, batch: dict[str, Tensor], size: int) 
         if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
             config.decoder_start_token_id = 0  # the decoder's inputs are the labels, moved by this one
         shape = (num_targets,) if num_targets and ids.is_floating_point() else tuple(ids.shape[1:])
-        return {"labels": empty(size, Input("int", shape))}, "a label for each token"
+        return {"labels": zeros(size, Input("int", shape))}, "a label for each token"
     if name.endswith(_PER_SAMPLE):
         if getattr(config, "pad_token_id", 0) is None:
             config.pad_token_id = 0  # a decoder looks for the last token that is none
-        return {"labels": empty(size, Input("int", ()))}, f"{config.num_labels} classes"
+        return {"labels": zeros(size, Input("int", ()))}, f"{config.num_labels} classes"
     if name.endswith("ForQuestionAnswering"):
-        return {key: empty(size, Input("int", ())) for key in ("start_positions", "end_positions")}, "two positions"
+        return {key: zeros(size, Input("int", ())) for key in ("start_positions", "end_positions")}, "two positions"
     return {}, ""
 
 
@@ -224,9 +224,9 @@ def _timm(subject: Subject, name: str) -> tuple[Workload, list[str]]:
         images, what = given_batch(subject)[0], f"The batch is {size} x {subject.inputs}, as given."
     else:
         shape = tuple(model.default_cfg["input_size"])
-        images = empty(size, Input("float", shape))
+        images = zeros(size, Input("float", shape))
         what = f"A sample is an image of {' x '.join(map(str, shape))}."
-    batch = (images, empty(size, Input("int", ())))
+    batch = (images, zeros(size, Input("int", ())))
     notes = ["Weights are in fp32 and random.", what, f"The loss is the cross entropy of {model.num_classes} classes."]
     return workload_of(subject, model, batch, _classification_loss, notes)
 

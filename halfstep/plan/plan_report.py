@@ -158,11 +158,12 @@ class PlanReport(Report):
             rows.append((plan.policy, f"{bound.samples_per_s:,.4g}", gain, shares, level, off))
         measured = any(plan.bound.is_measured for plan in self.plans if plan.bound)
         what = "by the rates measured here" if measured else "at most"
-        columns = ("policy", f">samples/s, {what}", ">gain at most", "bound by", ">level from", ">off multiples")
+        columns = ("policy", f">samples/s, {what}", ">gain", "bound by", ">level from", ">off multiples")
         note = (
             "An upper bound, never a promise: each kernel at the device's own rate or bandwidth, whichever takes "
-            "longer, and nothing between them. level from: the batch from which on it is within 5 % of what larger ones can "
-            "reach. off multiples: time in layers whose sizes tensor cores do not like, see halfstep.align."
+            "longer, and nothing between them. gain: of the bounds; a step far from its bound can gain more. level "
+            "from: the batch from which on it is within 5 % of what larger ones can reach. off multiples: time in "
+            "layers whose sizes tensor cores do not like, see halfstep.align."
         )
         return Table(columns, rows, title="Speed", note=note)
 

@@ -15,11 +15,12 @@ from halfstep.plan.advice import advise
 from halfstep.plan.allocator import Simulation, simulate
 from halfstep.plan.batch import largest_batch, saves_from
 from halfstep.plan.calibrate import Calibration
+from halfstep.plan.classic_case import classic_case
 from halfstep.plan.outside import not_counted, outside_of, workspaces_of
 from halfstep.plan.plan_report import PlanReport
 from halfstep.plan.policy_plan import GIB, PolicyPlan, size_text
 from halfstep.plan.roofline import Ceilings, Operations, bound_of, ceilings_of
-from halfstep.plan.stacks import Stack, stacks_of
+from halfstep.plan.stacks import Stack, answer, larger_batch, stacks_of
 from halfstep.plan.step_trace import StepTrace
 from halfstep.plan.subject import Subject
 from halfstep.plan.target import Target, target_of
@@ -79,7 +80,7 @@ def plan(
         torch=importlib.metadata.version("torch"),
         plans=tuple(plans),
         stacks=tuple(stacks),
-        advice=advise(plans, _tokens(plans)),
+        advice=(*classic_case(plans, stacks), *advise(plans, _tokens(plans)), *_answers(stacks, spec)),
         assumptions=planner.assumptions(plans),
     )
 
@@ -144,7 +145,7 @@ class _Planner:
         return simulate(trace, before=[each.nbytes for each in workspaces_of(self.target, trace)])
 
     def need_of(self, trace: StepTrace) -> int:
-        """Bytes that the device needs for a step, as ``PolicyPlan.need``; at most the capacity if and only if it runs."""
+        """Bytes that the device needs for a step, as ``PolicyPlan.need``: at most the capacity if it runs."""
         outside = sum(each.nbytes for each in self.outside)
         if not self.target.is_cuda:
             return trace.peak.nbytes
@@ -177,6 +178,10 @@ class _Planner:
 
 def _tokens(plans: Sequence[PolicyPlan]) -> int | None:
     return next((plan.trace.tokens_per_sample for plan in plans if plan.trace is not None), None)
+
+
+def _answers(stacks: Sequence[Stack], spec: str) -> tuple[str, ...]:
+    return (answer(stacks), *larger_batch(stacks, spec)) if stacks else ()
 
 
 def _context(calibration: Calibration | None) -> dict[str, int] | None:

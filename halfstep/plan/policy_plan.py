@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from halfstep.plan.step_trace import Storage, StepTrace
+from halfstep.plan.step_trace import StepTrace, Storage
 
 if TYPE_CHECKING:
     from halfstep.plan.roofline import Bound
@@ -32,9 +32,9 @@ class PolicyPlan:
     policy:   as asked for. refused: why it cannot run on the target, None if it can; else the rest is None.
     trace:    its step. reserved: peak bytes that the caching allocator holds for it, rounding and fragments included;
               None on a CPU, which has no such allocator. outside: what the device holds besides.
-    need:     bytes that the device needs: ``reserved``, or the tensors where there is no such allocator, and ``outside``.
-              Where that is more than there is and the step runs all the same, since the allocator gives back what it
-              has cached, it is all of the capacity.
+    need:     bytes that the device needs: ``reserved``, or the tensors where there is no such allocator, and what is
+              outside. Where that is more than there is and the step runs all the same, since the allocator gives back
+              what it has cached, it is all of the capacity.
     capacity: bytes of memory of the target, None where that is not known.
     largest_batch: samples of the largest micro-batch that fits, 0 if not one does; None where nobody knows.
     saves_from: samples of a micro-batch from which on it needs less than the first policy; None if it never does.
@@ -70,6 +70,7 @@ class PolicyPlan:
     def to_dict(self) -> dict[str, Any]:
         """Sizes in MiB; what is not known is null."""
         trace, maker = self.trace, self.maker
+        attention = (trace.attention if trace else None) or {}
         return {
             "policy": self.policy,
             "effective": trace.policy if trace else None,
@@ -81,7 +82,7 @@ class PolicyPlan:
             "op": maker.op if maker else None,
             "module": maker.module if maker else None,
             "components": {name: mib(n) for name, n in trace.peak.components.items()} if trace else {},
-            "attention": {kernel: list(modules) for kernel, modules in (trace.attention or {}).items()} if trace else {},
+            "attention": {kernel: list(modules) for kernel, modules in attention.items()},
             "fits": self.fits,
             "largest_batch": self.largest_batch,
             "saves_from": self.saves_from,

@@ -123,11 +123,11 @@ def stacks_of(
 ) -> tuple[Stack, ...]:
     """The policies of ``plans`` alone, and ``combinations`` on top of the best, from the cheapest to the dearest.
 
-    The best is the 16-bit policy that needs least, or the policy that does where none computes in 16 bit. What cannot
-    run is among them, with its reason. ``plans`` has to have one that runs.
+    The best is the first policy that computes in 16 bit, or the first where none does. What cannot run is among them,
+    with its reason. ``plans`` has to have one that runs.
     """
     traced = [plan for plan in plans if plan.trace is not None]
-    best = min(traced, key=lambda plan: (not _is_low(plan), plan.need))
+    best = min(traced, key=lambda plan: not _is_low(plan))
     assert best.trace is not None
     search = _Search(workers, subject, target, best.policy, best.trace.batch_size, need_of, capacity)
     alone = [
