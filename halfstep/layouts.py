@@ -37,7 +37,7 @@ class Copy:
     def write(self, weight: torch.Tensor, high: torch.Tensor, low: torch.Tensor | None, seed: int) -> None:
         """Store ``weight``, which is scratch afterwards. ``seed`` fixes what is drawn, where a layout draws."""
         assert low is not None
-        if weight.data_ptr() != low.data_ptr():
+        if weight.untyped_storage()._cdata != low.untyped_storage()._cdata:
             low.copy_(weight)
         high.copy_(weight)
 

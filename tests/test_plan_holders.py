@@ -15,7 +15,7 @@ from halfstep.plan.holders import (
     phases_table,
     sections,
 )
-from halfstep.plan.policy_plan import size_text
+from halfstep.plan.size import size_text
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from reference.planted_steps import alive_bytes, block, drawn_step, fake, step
 
 from halfstep.plan.holders import phase_peaks, sections
 from halfstep.plan.picture import _COLORS, curve_of, memory_figure
-from halfstep.plan.policy_plan import MIB, size_text
+from halfstep.plan.size import MIB, size_text
 from halfstep.plan.step_trace import COMPONENTS
 
 

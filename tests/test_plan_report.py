@@ -5,7 +5,8 @@ import json
 import pytest
 
 from halfstep.plan.plan_report import PlanReport
-from halfstep.plan.policy_plan import GIB, MIB, Outside, PolicyPlan, size_text
+from halfstep.plan.policy_plan import Outside, PolicyPlan
+from halfstep.plan.size import GIB, MIB, size_text
 from halfstep.plan.step_trace import BACKWARD, FORWARD, STEP, StepTrace, Storage
 from halfstep.plan.target import target_of
 

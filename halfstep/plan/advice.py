@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 from halfstep.plan.batch import saves_from
 from halfstep.plan.holders import module_patterns, op_text, peak_phase, sections
-from halfstep.plan.policy_plan import PolicyPlan, size_text
+from halfstep.plan.policy_plan import PolicyPlan
+from halfstep.plan.size import size_text
 from halfstep.plan.step_trace import BACKWARD, FORWARD, STEP, StepTrace, Storage
 from halfstep.report import count_text
 

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from halfstep.errors import HalfstepError, and_more
 from halfstep.plan.asker import Asker, asker
 from halfstep.plan.branch import healthy_answer, is_in_while
+from halfstep.plan.statistics import NORMS, in_fp32
 
 aten = torch.ops.aten
 
@@ -41,9 +42,10 @@ class Answers(TorchDispatchMode):
     places: how often each (kind of answer, ``file:line``) was asked; what halfstep itself asks is not in it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_cuda: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.num = 0
+        self._is_cuda = is_cuda
         self.places: Counter[tuple[str, str]] = Counter()
         self._asked: Counter[str] = Counter()
 
@@ -64,7 +66,7 @@ class Answers(TorchDispatchMode):
         truth = _TRUTHS.get(func)
         if truth is not None:
             result.is_known_true = truth(*args)
-        return result
+        return in_fp32(func, args, result, self._is_cuda) if func in NORMS else result
 
     def value(self, func: Any, args: Any) -> bool | int | float:
         """The answer to a call that asks for one value."""

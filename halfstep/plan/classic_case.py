@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from halfstep.plan.policy_plan import PolicyPlan, size_text
+from halfstep.plan.policy_plan import PolicyPlan
+from halfstep.plan.size import size_text
 from halfstep.plan.stacks import Stack
 from halfstep.plan.step_trace import StepTrace
 

@@ -11,8 +11,9 @@ CPU follows CUDA's op lists; what else CUDA does in another way is in ``halfstep
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -40,7 +41,7 @@ class FakeDevice:
     def __init__(self, target: Target) -> None:
         self.target = target
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self.answers = Answers()
+        self.answers = Answers(target.is_cuda)
         self.cuda_ops = CudaOps(target) if target.is_cuda else None
         self.cuda_calls = CudaCalls(target)
         self._calls = _Calls(self.answers, self.cuda_calls)
@@ -75,9 +76,17 @@ class FakeDevice:
         """``batch`` with every tensor in it fake, each with memory of its own."""
         return mapped(batch, self._arrived)
 
+    def others(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Tensors of this device that are alive and share no memory with ``tensors``; not what autograd keeps."""
+        gc.collect()
+        known = {each.untyped_storage()._cdata for each in tensors}
+        found = [each for each in gc.get_objects() if issubclass(type(each), FakeTensor)]
+        others = [t for t in found if t.fake_mode is self.mode and t.untyped_storage()._cdata not in known]
+        return sorted(others, key=lambda each: each.untyped_storage().nbytes())  # else in an order that varies
+
     def notes(self) -> list[str]:
         """What a plan that ran here rests on besides shapes."""
-        return self.answers.notes() + self.cuda_calls.notes()
+        return self.answers.notes() + self.cuda_calls.notes() + (self.cuda_ops.notes if self.cuda_ops else [])
 
     @contextlib.contextmanager
     def _answered(self) -> Iterator[None]:

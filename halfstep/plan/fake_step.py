@@ -141,6 +141,9 @@ def fake_step(
     ledger.hold(model.buffers(), "buffers")
     ledger.hold(model.parameters(), "weights")
     ledger.hold(stepper.masters.rests(), "master weights")
+    # Whatever the model, the Stepper and the workload hold besides: a scale, copies of buffers, tables.
+    named = [*model.buffers(), *model.parameters(), *stepper.masters.rests()]
+    ledger.hold(run.device.others([*named, *_tensors(list(optimizer.state.values()))]), "buffers")
     got_gradient: set[torch.Tensor] = set()
 
     def keep(parameter: torch.Tensor) -> None:
@@ -155,6 +158,12 @@ def fake_step(
         finally:
             ledger.in_forward = False
 
+    def walk() -> Walk:
+        walk = Walk(model, ledger)
+        if run.device.cuda_ops is not None:
+            run.device.cuda_ops.module_now = lambda: walk.module
+        return walk
+
     def window(watching: Callable[[], AbstractContextManager[object]]) -> None:
         gc.collect()
         ledger.hold(_tensors(list(optimizer.state.values())), "optimizer states")
@@ -166,7 +175,7 @@ def fake_step(
     handles = [p.register_post_accumulate_grad_hook(keep) for p in model.parameters() if p.requires_grad]
     try:
         for _ in range(MAX_WINDOWS):
-            window(lambda: Walk(model, ledger))
+            window(walk)
             unused = [p for p in optimizer.state if p not in got_gradient]
             for parameter in unused:
                 del optimizer.state[parameter]

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PureWindowsPath
 
-from halfstep.plan.policy_plan import size_text
+from halfstep.plan.size import size_text
 from halfstep.plan.step_trace import BACKWARD, COMPONENTS, FORWARD, STEP, Moment, StepTrace, Storage
 from halfstep.report import Table
 

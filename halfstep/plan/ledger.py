@@ -79,7 +79,7 @@ class Ledger:
         label = None
         if func is _TO_COPY:
             source = self._alive.get(args[0].untyped_storage()._cdata)
-            if source is not None and source.label == "weights" and self.in_forward:
+            if source is not None and source.label == "weights" and self.in_forward and result.dtype.itemsize == 2:
                 label = "16-bit weights"
         for leaf in [result] if isinstance(result, torch.Tensor) else tree_leaves(result):
             if isinstance(leaf, torch.Tensor):

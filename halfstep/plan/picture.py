@@ -12,7 +12,7 @@ from typing import Any
 
 from halfstep.page import chart_text
 from halfstep.plan.holders import grouped, maker_text, module_patterns, peak_phase, phase_peaks, phase_text, sections
-from halfstep.plan.policy_plan import GIB, MIB, size_text
+from halfstep.plan.size import GIB, MIB, size_text
 from halfstep.plan.step_trace import COMPONENTS, StepTrace, Storage
 from halfstep.report import Figure
 

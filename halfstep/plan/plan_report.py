@@ -9,7 +9,8 @@ from typing import Any
 from halfstep.formats import SIXTEEN_BIT
 from halfstep.plan.holders import holders_table, maker_text, peak_phase, phase_text, phases_table
 from halfstep.plan.picture import memory_figure
-from halfstep.plan.policy_plan import PolicyPlan, size_text
+from halfstep.plan.policy_plan import PolicyPlan
+from halfstep.plan.size import size_text
 from halfstep.plan.stacks import Stack, stacks_table
 from halfstep.plan.step_trace import StepTrace
 from halfstep.plan.target import Target

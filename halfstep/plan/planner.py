@@ -18,8 +18,9 @@ from halfstep.plan.calibrate import Calibration
 from halfstep.plan.classic_case import classic_case
 from halfstep.plan.outside import not_counted, outside_of, workspaces_of
 from halfstep.plan.plan_report import PlanReport
-from halfstep.plan.policy_plan import GIB, PolicyPlan, size_text
+from halfstep.plan.policy_plan import PolicyPlan
 from halfstep.plan.roofline import Ceilings, Operations, bound_of, ceilings_of
+from halfstep.plan.size import GIB, size_text
 from halfstep.plan.stacks import Stack, answer, larger_batch, stacks_of
 from halfstep.plan.step_trace import StepTrace
 from halfstep.plan.subject import Subject

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from halfstep.plan.holders import peak_phase
+from halfstep.plan.size import mib
 from halfstep.plan.step_trace import StepTrace, Storage
 
 if TYPE_CHECKING:
     from halfstep.plan.roofline import Bound
-
-MIB, GIB = 2**20, 2**30
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class PolicyPlan:
             "reserved_mib": None if self.reserved is None else mib(self.reserved),
             "outside_mib": mib(sum(each.nbytes for each in self.outside)) if trace else None,
             "outside": [{"name": o.name, "mib": mib(o.nbytes), "how": o.how} for o in self.outside],
-            "phase": trace.phase_at(trace.peak.time) if trace else None,
+            "phase": peak_phase(trace) if trace else None,
             "op": maker.op if maker else None,
             "module": maker.module if maker else None,
             "components": {name: mib(n) for name, n in trace.peak.components.items()} if trace else {},
@@ -89,18 +89,3 @@ class PolicyPlan:
             "samples_per_s_bound": self.bound.samples_per_s if self.bound else None,
             "refused": self.refused,
         }
-
-
-def mib(nbytes: float) -> float:
-    """Bytes in MiB."""
-    return nbytes / MIB
-
-
-def size_text(nbytes: float) -> str:
-    """Bytes for a reader, in three digits and the unit that suits them: B, KiB, MiB, GiB."""
-    value, unit = float(nbytes), "B"
-    for larger in ("KiB", "MiB", "GiB"):
-        if abs(value) < 1024:
-            break
-        value, unit = value / 1024, larger
-    return f"{value:.3g} {unit}" if abs(value) < 999.5 else f"{value:,.0f} {unit}"

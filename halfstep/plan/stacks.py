@@ -14,8 +14,9 @@ from typing import Any, Protocol
 from halfstep.errors import HalfstepError
 from halfstep.formats import SIXTEEN_BIT
 from halfstep.plan.batch import largest_batch
-from halfstep.plan.policy_plan import PolicyPlan, mib, size_text
+from halfstep.plan.policy_plan import PolicyPlan
 from halfstep.plan.prices import ordered, price_key, price_of
+from halfstep.plan.size import mib, size_text
 from halfstep.plan.step_trace import StepTrace
 from halfstep.plan.subject import Subject
 from halfstep.plan.target import Target

@@ -103,7 +103,10 @@ class StepTrace:
         if [(s.born, s.died) for s in storages] != [(s.born, s.died) for s in self.storages]:
             return None
         samples = batch_size - self.batch_size
-        return [(b.nbytes - a.nbytes) / samples for a, b in zip(self.storages, storages, strict=True)]
+        growth = [(b.nbytes - a.nbytes) / samples for a, b in zip(self.storages, storages, strict=True)]
+        # What grows by more than its share is not a line, as the products of all samples with all others are not.
+        is_line = all(a.nbytes >= more * self.batch_size for a, more in zip(self.storages, growth, strict=True))
+        return growth if is_line else None
 
     def with_batch(self, batch_size: int) -> StepTrace:
         """The trace of a step with ``batch_size`` samples in a micro-batch, by :attr:`growth`."""

@@ -66,6 +66,11 @@ class Walk(TorchDispatchMode):
         self._places: dict[tuple[Any, ...], Site] = {}
         self._opened = ExitStack()
 
+    @property
+    def module(self) -> str | None:
+        """Qualified name of the innermost module whose forward pass is running, None outside of all."""
+        return self._running[-1][0] if self._running else None
+
     def __enter__(self) -> Self:
         self._running.clear()
         self._sites.clear()
