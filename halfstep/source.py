@@ -45,7 +45,7 @@ class Source:
 
     def __call__(self, seed: int) -> Workload:
         seed_everything(seed)
-        with _running(self.file) if self.file else contextlib.nullcontext():
+        with running(self.file) if self.file else contextlib.nullcontext():
             workload = self.function(seed, **self.options)
         if not isinstance(workload, Workload):
             raise HalfstepError(
@@ -65,14 +65,14 @@ def load(spec: str, **options: Any) -> Source:
     if spec in BUILT_IN:
         module, name, file = importlib.import_module(BUILT_IN[spec]), "workload", None
     else:
-        path, name = _split(spec)
-        module, file = _execute(path), path.resolve()
-    function = _function(module, name, spec)
-    _check_call(function, spec, options)
+        path, name = split(spec)
+        module, file = execute(path), path.resolve()
+    function = find_function(module, name, spec)
+    check_call(function, spec, options)
     return Source(spec, function, options, _count(module, "DEFAULT_STEPS"), _count(module, "DEFAULT_SEEDS"), file)
 
 
-def _split(spec: str) -> tuple[Path, str]:
+def split(spec: str) -> tuple[Path, str]:
     """The file and the function that ``spec`` names."""
     head, colon, tail = spec.rpartition(":")
     path, name = (spec, "workload") if spec.endswith(".py") or not colon else (head, tail)
@@ -96,20 +96,20 @@ def _did_you_mean(close: list[str]) -> str:
     return f" (did you mean {close[0]}?)" if close else ""
 
 
-def _execute(path: Path) -> ModuleType:
+def execute(path: Path) -> ModuleType:
     """The module in ``path``, executed anew."""
     spec = importlib.util.spec_from_file_location(f"halfstep_workload_{path.stem}", path.resolve())
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses and pickle look a class's module up here
-    with _running(path.resolve()):
+    with running(path.resolve()):
         spec.loader.exec_module(module)
     return module
 
 
 @contextlib.contextmanager
-def _running(file: Path) -> Iterator[None]:
+def running(file: Path) -> Iterator[None]:
     """Runs code of a user's file: its directory is importable, and what it raises becomes one HalfstepError."""
     directory = str(file.parent)
     sys.path.insert(0, directory)
@@ -139,7 +139,7 @@ def _line_at_fault(error: BaseException, file: Path) -> str:
     return f"{Path(frames[-1].filename).name} line {frames[-1].lineno}" if frames else file.name
 
 
-def _function(module: ModuleType, name: str, spec: str) -> Callable[..., Workload]:
+def find_function(module: ModuleType, name: str, spec: str) -> Callable[..., Workload]:
     found = getattr(module, name, None)
     if found is None:
         functions = [
@@ -164,7 +164,7 @@ def _function(module: ModuleType, name: str, spec: str) -> Callable[..., Workloa
     return function
 
 
-def _check_call(function: Callable[..., Workload], spec: str, options: Mapping[str, Any]) -> None:
+def check_call(function: Callable[..., Workload], spec: str, options: Mapping[str, Any]) -> None:
     signature = signature_of(function)
     if signature is None or binds(signature, 0, **options):
         return

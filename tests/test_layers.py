@@ -25,8 +25,8 @@ ROWS = [
     "workload",
     "workloads",
     "source loop",
-    "compare template doctor plan",
-    "explain",
+    "compare template doctor",
+    "explain plan",
     "cli",
     "__main__",
 ]

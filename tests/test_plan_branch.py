@@ -63,6 +63,10 @@ def stored(c):
     return value  # noqa: RET504
 
 
+def negated_value(c):
+    return not c and c.found
+
+
 def nested(c):
     if c:
         if len(c.found) > 5:
@@ -84,6 +88,7 @@ def nested(c):
         (called, [True]),
         (branches, [None]),
         (stored, [None]),
+        (negated_value, [None]),
         (nested, [None]),
     ],
 )

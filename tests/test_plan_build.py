@@ -208,6 +208,7 @@ def test_a_configuration_is_enough(form, configuration):
     assert "A sample is 20 tokens without padding." in assumed
     assert "The loss is the model's own, of a label for each token." in assumed
     assert any("use_cache=False" in line for line in assumed)
+    assert workload.model.config.use_cache is False
 
 
 def test_a_transformer_plans_with_its_own_loss(configuration):
@@ -289,6 +290,13 @@ def test_a_timm_name_that_is_not_known_gets_the_nearest(timm):
 def test_a_library_that_cannot_be_imported_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "timm", None)
     assert refused(Subject("timm:resnet50")).endswith("timm cannot be imported. Run: pip install timm")
+
+
+def test_a_library_is_imported_offline_and_one_that_does_not_fit_says_so(tmp_path, monkeypatch):
+    (tmp_path / "timm.py").write_text("import os\nraise RuntimeError('offline ' + os.environ['HF_HUB_OFFLINE'])\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "timm", raising=False)
+    assert "timm cannot be imported (RuntimeError: offline 1). Install a timm that fits" in refused(Subject("timm:any"))
 
 
 # --- batches -------------------------------------------------------------------------------------------------------

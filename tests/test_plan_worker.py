@@ -128,6 +128,7 @@ def test_ctrl_c_ends_the_parent_at_once_and_leaves_no_process():
         parent.send_signal(signal.SIGINT)
         errors = parent.communicate(timeout=20)[1].decode()
     assert errors.strip().endswith("KeyboardInterrupt")
+    assert "in thread" not in errors
     assert not is_running(pid)
 
 

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from halfstep.record import Site, Walk
 from halfstep.record.recorder import op_name
-from halfstep.record.walk import _is_users
+from halfstep.record.walk import is_users
 from halfstep.region import Region
 
 pytestmark = pytest.mark.usefixtures("kernels_stay")
@@ -256,16 +256,16 @@ def test_names_of_operators_methods_and_in_place_forms():
 
 def test_code_of_the_user_is_what_is_neither_torch_nor_halfstep_nor_pythons_own(tmp_path):
     torch_folder, own = Path(torch.__file__).parent, Path(sys.modules["halfstep"].__file__).parent
-    assert not _is_users(str(torch_folder / "nn" / "functional.py"))
-    assert not _is_users(str(own / "region.py"))
-    assert not _is_users(textwrap.__file__)
-    assert not _is_users("<eval_with_key>.3")
-    assert _is_users(str(own / "workloads" / "mlp.py"))
-    assert _is_users(f"{torch_folder}vision/ops.py")
-    assert _is_users(f"{own}_of_mine/net.py")
-    assert _is_users(pytest.__file__)
-    assert _is_users(str(tmp_path / "net.py"))
-    assert _is_users("<stdin>")
+    assert not is_users(str(torch_folder / "nn" / "functional.py"))
+    assert not is_users(str(own / "region.py"))
+    assert not is_users(textwrap.__file__)
+    assert not is_users("<eval_with_key>.3")
+    assert is_users(str(own / "workloads" / "mlp.py"))
+    assert is_users(f"{torch_folder}vision/ops.py")
+    assert is_users(f"{own}_of_mine/net.py")
+    assert is_users(pytest.__file__)
+    assert is_users(str(tmp_path / "net.py"))
+    assert is_users("<stdin>")
 
 
 # --- backward ------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ kept, and a plan says it.
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections import Counter
@@ -49,10 +50,17 @@ class Answers(TorchDispatchMode):
         self.places: Counter[tuple[str, str]] = Counter()
         self._asked: Counter[str] = Counter()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch would wrap each call to keep its compiler out, which does not run here."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is DEVICE:
             return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
         kwargs = kwargs or {}
+        if _only_writes(func) and all(each.constant is None for each in args[0]):
+            return None
         try:
             result = func(*args, **kwargs)  # first, since a fake tensor knows some constants, as an optimizer's step
         except (DataDependentOutputException, DynamicOutputShapeException):
@@ -116,6 +124,16 @@ class Answers(TorchDispatchMode):
                 f"a loop there ends by a value, which a plan does not have; it was asked for {limit} times",
                 "Bound the loop by a count, for _ in range(n).",
             )
+
+
+@functools.cache
+def _only_writes(func: Any) -> bool:
+    """Whether ``func`` changes a list of tensors in place and makes nothing: no change of a tensor without values.
+
+    An optimizer over lists calls a dozen of them a step, each with every parameter, which a fake tensor looks at all.
+    """
+    name = func._schema.name
+    return name.startswith("aten::_foreach_") and name.endswith("_") and not func._schema.returns
 
 
 # --- what is known of conditions -----------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from halfstep.record.walk import _is_users as is_users
+from halfstep.record.walk import is_users
 
 
 class Asker(NamedTuple):

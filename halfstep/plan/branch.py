@@ -40,18 +40,15 @@ def _healthy(code: CodeType, offset: int) -> bool | None:
     instructions = list(dis.get_instructions(code))
     at = {instruction.offset: index for index, instruction in enumerate(instructions)}
     asked = index = bisect.bisect_right(list(at), offset) - 1  # an instruction may be followed by its caches
-    is_negated = False
     while index < len(instructions) and not _forks(instructions[index]):
         name = instructions[index].opname
-        if name == "UNARY_NOT":
-            is_negated = not is_negated
-        elif name not in _IDLE and index != asked:
-            return None
+        if name not in _IDLE and index != asked:
+            return None  # the answer is kept, and a later fork may depend on it
         index += 1
     if index == len(instructions):
         return None
     fork = instructions[index]
-    jumps_if = ("IF_TRUE" in fork.opname) is not is_negated
+    jumps_if = "IF_TRUE" in fork.opname
     raises_if = {
         jumps_if: _raises(instructions, at, at[fork.argval]),
         not jumps_if: _raises(instructions, at, index + 1),

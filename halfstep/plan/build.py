@@ -30,15 +30,15 @@ def build(subject: Subject, assumed: list[str] | None = None) -> Workload:
     """
     bare = library_workload(subject)
     if bare is None and subject.spec not in BUILT_IN:
-        path, name = source._split(subject.spec)
-        module = source._execute(path)
+        path, name = source.split(subject.spec)
+        module = source.execute(path)
         found = getattr(module, name, None)
         if isinstance(found, type) and issubclass(found, nn.Module):
-            with source._running(path.resolve()):
+            with source.running(path.resolve()):
                 bare = class_workload(subject, found)
         else:
-            function = source._function(module, name, subject.spec)
-            source._check_call(function, subject.spec, {})
+            function = source.find_function(module, name, subject.spec)
+            source.check_call(function, subject.spec, {})
             made = Source(subject.spec, function, file=path.resolve())
     if bare is not None:
         if assumed is not None:

@@ -16,8 +16,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from halfstep.errors import HalfstepError
-from halfstep.record.walk import Site
-from halfstep.record.walk import _is_users as is_users
+from halfstep.record.walk import Site, is_users
 
 _WAYS_ROUND = {
     "aten::bincount": "Say how many bins there are: torch.bincount(x, minlength=n) counts values below n.",

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from halfstep.closure import needs_closure
 from halfstep.errors import HalfstepError
 from halfstep.gradients import gradients_of, take_gradients
-from halfstep.plan.build import build, resized
+from halfstep.plan.build import build, resized, tensors_of
 from halfstep.plan.failure import naming_failures
 from halfstep.plan.fake import FakeDevice
 from halfstep.plan.ledger import Ledger, Unplaced
@@ -107,7 +107,7 @@ def start(subject: Subject, policy: str | Policy, target: Target, techniques: Se
         for name in techniques:
             workload, policy = technique_of(name).apply(workload, policy)
     model = workload.model.train()
-    with device.running():
+    with device.running(), naming_failures(model):
         optimizer = workload.optimizer([p for p in model.parameters() if p.requires_grad])
         stepper = Stepper(
             model,
@@ -119,7 +119,8 @@ def start(subject: Subject, policy: str | Policy, target: Target, techniques: Se
             hardware=target.hardware,
         )
     run = FakeRun(device, workload, stepper, subject.batch_size, num_parameters, assumed)
-    run.make_states()
+    with naming_failures(model):
+        run.make_states()
     return run
 
 
@@ -168,7 +169,7 @@ def fake_step(
         gc.collect()
         ledger.hold(_tensors(list(optimizer.state.values())), "optimizer states")
         ledger.restart()
-        run.window(watching, forward, lambda batch: ledger.hold(_tensors(batch), "inputs"))
+        run.window(watching, forward, lambda batch: ledger.hold(tensors_of(batch), "inputs"))
 
     collects = gc.isenabled()
     gc.disable()  # else the moment at which a cycle of Python objects frees its tensors would depend on the machine
@@ -215,7 +216,7 @@ def fake_step(
 
 def _tokens_of(batch: Any) -> int | None:
     """The length of the first tensor of whole numbers that has two dimensions, samples and a sequence."""
-    whole = (t for t in _tensors(batch) if t.dim() == 2 and not t.is_floating_point() and t.dtype is not torch.bool)
+    whole = (t for t in tensors_of(batch) if t.dim() == 2 and not t.is_floating_point() and t.dtype is not torch.bool)
     first = next(whole, None)
     return None if first is None else first.shape[1]
 

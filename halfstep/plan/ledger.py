@@ -175,6 +175,11 @@ class Unplaced(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._ledger = ledger
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch would wrap each call to keep its compiler out, which does not run here."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is DEVICE or is_view(func):
             return func(*args, **(kwargs or {}))

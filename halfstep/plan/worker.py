@@ -10,6 +10,7 @@ standard output; what the user's code prints goes to standard error.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import os
 import pickle
@@ -171,6 +172,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    gc.disable()  # a plan collects where it says, see fake_step
     serve(sys.stdin.buffer, answers)
 
 

@@ -66,6 +66,11 @@ class Walk(TorchDispatchMode):
         self._places: dict[tuple[Any, ...], Site] = {}
         self._opened = ExitStack()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch would wrap each call to keep its compiler out, which does not run here."""
+        return False
+
     @property
     def module(self) -> str | None:
         """Qualified name of the innermost module whose forward pass is running, None outside of all."""
@@ -229,7 +234,7 @@ _WORKLOADS = f"{_OWN}workloads{os.sep}"
 
 
 @functools.cache
-def _is_users(file: str) -> bool:
+def is_users(file: str) -> bool:
     if file.startswith((_TORCH, _OWN)):
         return file.startswith(_WORKLOADS)
     if file.startswith(("<frozen", "<eval_with_key>")):  # an import, and code that torch.fx has made
@@ -245,7 +250,7 @@ def _innermost(frame: FrameType | None, in_backward: bool = False) -> tuple[str 
     file, line = None, None
     while frame is not None:
         code, name = frame.f_code, frame.f_code.co_filename
-        if file is None and _is_users(name):
+        if file is None and is_users(name):
             file, line = name, frame.f_lineno
             if not in_backward:
                 break
