@@ -18,6 +18,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch._dynamo.config  # a FakeTensorMode imports it; here it is there before a step runs
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode

@@ -22,13 +22,12 @@ from halfstep.gradients import gradients_of, take_gradients
 from halfstep.plan.build import build, resized, tensors_of
 from halfstep.plan.failure import naming_failures
 from halfstep.plan.fake import FakeDevice
-from halfstep.plan.ledger import Ledger, Unplaced
+from halfstep.plan.ledger import Ledger, LedgerWalk, Unplaced
 from halfstep.plan.step_trace import StepTrace
 from halfstep.plan.subject import Subject
 from halfstep.plan.target import Target
 from halfstep.plan.technique import technique_of
 from halfstep.policy import Policy
-from halfstep.record import Walk
 from halfstep.stepper import Stepper
 from halfstep.window import Loss
 from halfstep.workload import Workload, num_samples, stream
@@ -109,6 +108,12 @@ def start(subject: Subject, policy: str | Policy, target: Target, techniques: Se
     model = workload.model.train()
     with device.running(), naming_failures(model):
         optimizer = workload.optimizer([p for p in model.parameters() if p.requires_grad])
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise HalfstepError(
+                f"{subject.spec} with LBFGS",
+                "what it keeps of earlier steps depends on values, which a plan does not have",
+                "Measure it on a device: halfstep measure.",
+            )
         stepper = Stepper(
             model,
             optimizer,
@@ -159,8 +164,8 @@ def fake_step(
         finally:
             ledger.in_forward = False
 
-    def walk() -> Walk:
-        walk = Walk(model, ledger)
+    def walk() -> LedgerWalk:
+        walk = LedgerWalk(model, ledger)
         if run.device.cuda_ops is not None:
             run.device.cuda_ops.module_now = lambda: walk.module
         return walk

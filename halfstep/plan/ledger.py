@@ -18,9 +18,10 @@ from torch.utils._pytree import tree_leaves
 
 from halfstep.plan.answers import DEVICE
 from halfstep.plan.step_trace import BACKWARD, FORWARD, STEP, Storage
-from halfstep.record.walk import Site, is_view
+from halfstep.record.walk import Site, Walk, is_view
 
 _TO_COPY = torch.ops.aten._to_copy.default
+_LIFT_FRESH = torch.ops.aten.lift_fresh.default
 _COME_AND_GO = ("inputs", "gradients")
 _NOWHERE = Site(None, None, "", None, None)
 
@@ -168,6 +169,13 @@ class Ledger:
         return {FORWARD: "activations", BACKWARD: "backward temporaries", STEP: "step temporaries"}[entry.phase or STEP]
 
 
+class LedgerWalk(Walk):
+    """A walk that shows a ledger what ``torch.tensor`` makes as well, which ``lift_fresh`` hands on like a view."""
+
+    def hides(self, func: Any) -> bool:
+        return func is not _LIFT_FRESH and super().hides(func)
+
+
 class Unplaced(TorchDispatchMode):
     """Brings a ledger the operations without their places, which costs less than a walk."""
 
@@ -181,6 +189,6 @@ class Unplaced(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is DEVICE or is_view(func):
+        if func is DEVICE or (is_view(func) and func is not _LIFT_FRESH):
             return func(*args, **(kwargs or {}))
         return self._ledger.visit(_NOWHERE, func, args, kwargs or {})

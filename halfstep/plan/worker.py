@@ -41,7 +41,9 @@ class Call:
 
     def __call__(self) -> Any:
         module, _, name = self.function.partition(":")
-        return getattr(importlib.import_module(module), name)(*self.args, **self.kwargs)
+        function = getattr(importlib.import_module(module), name)
+        gc.freeze()  # what is imported by now stays, so that a collection need not look at it again
+        return function(*self.args, **self.kwargs)
 
 
 class Workers:

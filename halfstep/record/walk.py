@@ -121,9 +121,13 @@ class Walk(TorchDispatchMode):
         site = self._site(func)
         # The names of functions are those that the user calls, not the visitor.
         with torch._C.DisableTorchFunction():
-            if is_view(func) and not self._visitor.sees_views:
+            if self.hides(func):
                 return func(*args, **(kwargs or {}))
             return self._visitor.visit(site, func, args, kwargs or {})
+
+    def hides(self, func: Any) -> bool:
+        """Whether the visitor does not get ``func``."""
+        return is_view(func) and not self._visitor.sees_views
 
     def _site(self, func: Any) -> Site:
         node = torch._C._current_autograd_node()
