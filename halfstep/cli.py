@@ -256,6 +256,9 @@ def plan(
     inputs: Annotated[
         str | None, typer.Option(metavar="SHAPE", help="One sample of a model alone: 3x224x224, int:1024.")
     ] = None,
+    ranks: Annotated[
+        int | None, typer.Option(metavar="N", help="Also divide the step over N ranks: ZeRO 1, 2, 3 and FSDP.")
+    ] = None,
     calibrate: Annotated[
         bool, typer.Option("--calibrate", help="Measure this machine's rates, and use them for the speed.")
     ] = False,
@@ -277,6 +280,7 @@ def plan(
             memory_gib=memory,
             batch_size=batch,
             inputs=inputs,
+            num_ranks=ranks,
             calibrates=calibrate,
             snapshot=snapshot,
             progress=lambda text: advance(text, 0),

@@ -1,11 +1,13 @@
 """The report of a plan: its sentence, its tables, its JSON, from steps that are made by hand."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from halfstep.plan.plan_report import PlanReport
 from halfstep.plan.policy_plan import Outside, PolicyPlan
+from halfstep.plan.sharding import ShardedPeak
 from halfstep.plan.size import GIB, MIB, size_text
 from halfstep.plan.step_trace import BACKWARD, FORWARD, STEP, StepTrace, Storage
 from halfstep.plan.target import target_of
@@ -126,6 +128,19 @@ def test_text_has_everything():
     assert "flash: bf16" in text
     assert "backward pass, aten.addmm in head" in text
     assert text.rstrip().endswith("Exact: a test.")
+
+
+def test_ranks_have_their_table_and_their_rows():
+    peak = ShardedPeak(8, 3, 6 * MIB, {"weights": MIB, "activations": 5 * MIB}, BACKWARD, "derived: a test")
+    made = replace(report(plan_of("bf16", 10 * MIB)), sharded=(("bf16", peak), ("fp16", "fp16: it cannot.")))
+    text = str(made)
+    assert "A rank of 8, each with the whole micro-batch" in text
+    assert "ZeRO 3, FSDP2" in text
+    assert "activations 5 MiB, weights 1 MiB" in text
+    assert "fp16: it cannot." in text
+    first, refused = made.to_dict()["sharded"]
+    assert (first["policy"], first["num_ranks"], first["stage"], first["peak_mib"]) == ("bf16", 8, 3, 6.0)
+    assert refused == {"policy": "fp16", "refused": "fp16: it cannot."}
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,16 @@ def test_snapshot_opens_with_torch(planned):
     assert "<html" in _memory_viz.trace_plot(snapshot).lower() or "<script" in _memory_viz.trace_plot(snapshot).lower()
 
 
+def test_a_step_is_divided_over_ranks():
+    one = plan("mlp", ["bf16", "bf16 master=copy"], num_ranks=4)
+    peaks = [peak for policy, peak in one.sharded if policy == "bf16"]
+    assert [peak.stage for peak in peaks] == [1, 2, 3]
+    states = one.plans[0].trace.peak.components["optimizer states"]
+    assert all(peak.components["optimizer states"] < states / 3 for peak in peaks)
+    (refused,) = [peak for policy, peak in one.sharded if policy != "bf16"]
+    assert "is not derived" in refused
+
+
 def test_a_batch_is_planned_without_its_data():
     small, large = (plan("mlp", ["fp32"], batch_size=n).plans[0].trace for n in (32, 64))
     assert (small.batch_size, large.batch_size) == (32, 64)
@@ -79,6 +89,7 @@ def test_a_batch_is_planned_without_its_data():
         (["mlp", "--policies", "bf17"], ["bf17", "auto, fp32, tf32, bf16, fp16"]),
         (["mlp", "--policies", ","], ["a plan without a policy"]),
         (["mlp", "--card", "T4", "--policies", "bf16"], ["T4 cannot compute bf16", "Use fp16"]),
+        (["mlp", "--ranks", "0"], ["0 ranks"]),
         (["nothing"], ["workload 'nothing'"]),
         (["mlp", "--snapshot", "nowhere/plan.pickle"], ["there is no directory nowhere"]),
     ],

@@ -174,6 +174,7 @@ def test_flags():
             "policies",
             "batch",
             "inputs",
+            "ranks",
             "calibrate",
             "snapshot",
             "json_file",

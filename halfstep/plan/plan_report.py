@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from halfstep.formats import SIXTEEN_BIT
-from halfstep.plan.holders import holders_table, maker_text, peak_phase, phase_text, phases_table
+from halfstep.plan.holders import holders_table, maker_text, module_patterns, peak_phase, phase_text, phases_table
 from halfstep.plan.picture import memory_figure
 from halfstep.plan.policy_plan import PolicyPlan
-from halfstep.plan.size import size_text
+from halfstep.plan.sharding import ShardedPeak
+from halfstep.plan.size import mib, size_text
 from halfstep.plan.stacks import Stack, stacks_table
 from halfstep.plan.step_trace import StepTrace
 from halfstep.plan.target import Target
@@ -28,6 +30,7 @@ class PlanReport(Report):
     workload, target, torch: what was planned, for which device, by which torch.
     plans:       one for each policy; the first is what the others are compared with.
     stacks:      combinations with what else saves memory, in the order of their price; empty where no memory is known.
+    sharded:     for each policy and stage of ZeRO the peak of a rank, or why there is none; empty where nobody asked.
     advice:      sentences that hold for this model on this target.
     assumptions: what the figures rest on, and how it was come by.
     """
@@ -37,6 +40,7 @@ class PlanReport(Report):
     torch: str
     plans: tuple[PolicyPlan, ...]
     stacks: tuple[Stack, ...] = ()
+    sharded: tuple[tuple[str, ShardedPeak | str], ...] = ()
     advice: tuple[str, ...] = ()
     assumptions: tuple[str, ...] = ()
 
@@ -64,6 +68,7 @@ class PlanReport(Report):
             "found": self.found,
             "policies": [plan.to_dict() for plan in self.plans],
             "stacks": [stack.to_dict() for stack in self.stacks],
+            "sharded": [{"policy": policy} | _rank_dict(peak) for policy, peak in self.sharded],
             "advice": list(self.advice),
             "assumptions": list(self.assumptions),
         }
@@ -82,6 +87,8 @@ class PlanReport(Report):
             tables.append(self._share_table())
         if self.stacks:
             tables.append(stacks_table(self.stacks))
+        if self.sharded:
+            tables.append(self._rank_table())
         trace = self.traces[0]
         trained = "" if trace.num_trained == trace.num_parameters else f", {trace.num_trained:,} of them trained"
         windows = trace.num_samples // trace.batch_size
@@ -135,7 +142,7 @@ class PlanReport(Report):
             if has_memory:
                 row.append(Cell("yes", "good") if plan.fits else Cell("no", "bad"))
                 row.append("-" if plan.largest_batch is None else f"{plan.largest_batch:,}")
-            row.append("" if plan is first else _samples(plan.saves_from))
+            row.append("" if plan is first else _from_text(plan))
             row.append(f"{phase_text(peak_phase(plan.trace))}{', ' if made else ''}{made}")
             rows.append(row)
         fits = [">fits", ">largest batch"] if has_memory else []
@@ -168,6 +175,23 @@ class PlanReport(Report):
         )
         return Table(columns, rows, title="Speed", note=note)
 
+    def _rank_table(self) -> Table:
+        rows: list[tuple[str, ...]] = []
+        for policy, peak in self.sharded:
+            if isinstance(peak, str):
+                rows.append((policy, "-", "-", "-", peak))
+            else:
+                name = f"ZeRO {peak.stage}" + (", FSDP2" if peak.stage == 3 else "")
+                rows.append((policy, name, size_text(peak.nbytes), phase_text(peak.phase), _parts_text(peak)))
+        num_ranks = next((peak.num_ranks for _, peak in self.sharded if isinstance(peak, ShardedPeak)), 0)
+        title = f"A rank of {num_ranks}, each with the whole micro-batch" if num_ranks else "Over several ranks"
+        return Table(
+            ("policy", "divided by", ">peak", "peak in", "of it"),
+            rows,
+            title=title,
+            note="Derived by division of the step of one device, not run.",
+        )
+
     def _share_table(self) -> Table:
         bounds = {plan.policy: plan.bound for plan in self.plans if plan.bound}
         names = dict.fromkeys(share.name for bound in bounds.values() for share in bound.modules[:NUM_SHARES])
@@ -183,11 +207,12 @@ class PlanReport(Report):
 
 
 def _attention_table(traces: Sequence[StepTrace]) -> Table | None:
-    rows = [
-        (trace.policy, kernel, ", ".join(modules) or "-")
-        for trace in traces
-        for kernel, modules in (trace.attention or {}).items()
-    ]
+    rows = []
+    for trace in traces:
+        for kernel, modules in (trace.attention or {}).items():
+            groups = Counter(module_patterns(modules).values())
+            shown = [f"{name or 'the model itself'}{f' ({n})' if n > 1 else ''}" for name, n in groups.items()]
+            rows.append((trace.policy, kernel, ", ".join(shown) or "outside the model"))
     return Table(("policy", "kernel, and why", "modules"), rows, title="Attention") if rows else None
 
 
@@ -196,5 +221,28 @@ def _change(value: float, reference: float) -> str:
     return f"{change:+.0f} %" if abs(change) >= 0.5 else "0 %"
 
 
-def _samples(count: int | None) -> str:
-    return "never" if count is None else f"{count:,}"
+def _rank_dict(peak: ShardedPeak | str) -> dict[str, Any]:
+    if isinstance(peak, str):
+        return {"refused": peak}
+    components = {name: mib(nbytes) for name, nbytes in peak.components.items()}
+    return {
+        "num_ranks": peak.num_ranks,
+        "stage": peak.stage,
+        "peak_mib": mib(peak.nbytes),
+        "phase": peak.phase,
+        "components": components,
+        "how": peak.how,
+        "refused": None,
+    }
+
+
+def _parts_text(peak: ShardedPeak) -> str:
+    largest = sorted(peak.components.items(), key=lambda item: -item[1])[:4]
+    return ", ".join(f"{name} {size_text(nbytes)}" for name, nbytes in largest)
+
+
+def _from_text(plan: PolicyPlan) -> str:
+    if plan.saves_from is None:
+        return "-" if plan.trace is None or not plan.trace.growth else "never"
+    tokens = plan.trace.tokens_per_sample if plan.trace else None
+    return f"{plan.saves_from:,}" + (f" ({plan.saves_from * tokens:,} tokens)" if tokens else "")

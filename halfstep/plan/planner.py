@@ -20,6 +20,7 @@ from halfstep.plan.outside import not_counted, outside_of, workspaces_of
 from halfstep.plan.plan_report import PlanReport
 from halfstep.plan.policy_plan import PolicyPlan
 from halfstep.plan.roofline import Ceilings, Operations, bound_of, ceilings_of
+from halfstep.plan.sharding import DIVIDED, ShardedPeak, check_ranks, sharded
 from halfstep.plan.size import GIB, size_text
 from halfstep.plan.stacks import Stack, answer, larger_batch, stacks_of
 from halfstep.plan.step_trace import StepTrace
@@ -41,6 +42,7 @@ def plan(
     memory_gib: float | None = None,
     batch_size: int | None = None,
     inputs: str | None = None,
+    num_ranks: int | None = None,
     calibrates: bool = False,
     snapshot: str | None = None,
     progress: Progress = lambda text: None,
@@ -50,6 +52,7 @@ def plan(
     card:       a name of the catalogue or ``cpu``; None is a CUDA card of capability 8.0.
     memory_gib: memory in GiB in place of the card's own. Where memory is known, combinations that fit are searched.
     batch_size: samples of a micro-batch, None for the workload's own. inputs: as for Subject.
+    num_ranks:  how many ranks divide the step between them, each with the whole micro-batch; None for one.
     calibrates: measure the rates of the device that is here, and use them for the speed.
     snapshot:   file for PyTorch's memory viewer, of the last policy that runs.
     """
@@ -58,6 +61,8 @@ def plan(
         raise HalfstepError("a plan without a policy", "there is nothing to plan", "Use --policies fp32,bf16,fp16.")
     for policy in policies:
         Policy.parse(policy)
+    if num_ranks is not None:
+        check_ranks(num_ranks)
     with Workers() as workers:
         calibration = None
         if calibrates:
@@ -81,6 +86,7 @@ def plan(
         torch=importlib.metadata.version("torch"),
         plans=tuple(plans),
         stacks=tuple(stacks),
+        sharded=() if num_ranks is None else _sharded(plans, num_ranks),
         advice=(*classic_case(plans, stacks), *advise(plans, _tokens(plans)), *_answers(stacks, spec)),
         assumptions=planner.assumptions(plans),
     )
@@ -179,6 +185,19 @@ class _Planner:
 
 def _tokens(plans: Sequence[PolicyPlan]) -> int | None:
     return next((plan.trace.tokens_per_sample for plan in plans if plan.trace is not None), None)
+
+
+def _sharded(plans: Sequence[PolicyPlan], num_ranks: int) -> tuple[tuple[str, ShardedPeak | str], ...]:
+    """For each policy and stage of ZeRO the peak of a rank, or why there is none."""
+    found: list[tuple[str, ShardedPeak | str]] = []
+    for plan in plans:
+        for stage in DIVIDED if plan.trace is not None else ():
+            assert plan.trace is not None
+            try:
+                found.append((plan.policy, sharded(plan.trace, num_ranks, stage)))
+            except HalfstepError as error:
+                found.append((plan.policy, str(error)))
+    return tuple(dict.fromkeys(found))  # what a policy refuses at every stage, once
 
 
 def _answers(stacks: Sequence[Stack], spec: str) -> tuple[str, ...]:

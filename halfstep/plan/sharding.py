@@ -26,7 +26,7 @@ GATHERED, REDUCED = "gathered weights", "reduce-scatter buffers"
 _FP32_BYTES = 4
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ShardedPeak:
     """The memory of one rank at its peak: bytes in all and by component, the phase, and what the figure rests on."""
 
@@ -83,11 +83,16 @@ def sharded(trace: StepTrace, num_ranks: int, stage: int) -> ShardedPeak:
     )
 
 
+def check_ranks(num_ranks: int) -> None:
+    """Refuse what is no number of ranks."""
+    if isinstance(num_ranks, bool) or not isinstance(num_ranks, int) or num_ranks < 1:
+        raise HalfstepError(f"{num_ranks!r} ranks", "it is not a number of ranks", "Use a whole number from 1.")
+
+
 def _check(trace: StepTrace, policy: Policy, num_ranks: int, stage: int) -> None:
     if stage not in DIVIDED:
         raise HalfstepError(f"stage {stage}", "ZeRO has the stages 1, 2 and 3", "Use 3 for FSDP2.")
-    if isinstance(num_ranks, bool) or not isinstance(num_ranks, int) or num_ranks < 1:
-        raise HalfstepError(f"{num_ranks!r} ranks", "it is not a number of ranks", "Use a whole number from 1.")
+    check_ranks(num_ranks)
     if policy.master != "fp32":
         raise HalfstepError(
             f"master={policy.master} over {num_ranks} ranks",

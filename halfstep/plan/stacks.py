@@ -240,12 +240,12 @@ def answer(stacks: Sequence[Stack]) -> str:
 
 
 def larger_batch(stacks: Sequence[Stack], spec: str) -> tuple[str, ...]:
-    """What to do with the memory that the cheapest fitting stack leaves, in sentences; none if it admits no doubling.
+    """What to do with the memory that the cheapest fitting 16-bit stack leaves; no sentence if it admits no doubling.
 
     The rules for the learning rate: linear for SGD (Goyal et al. 2017, arXiv 1706.02677), by the square root for Adam
     (Malladi et al. 2022, arXiv 2205.10287; for SGD by the variance argument of Krizhevsky 2014, arXiv 1404.5997).
     """
-    found = cheapest(stacks)
+    found = cheapest([stack for stack in stacks if stack.policy != "fp32"])
     if found is None or not found.largest_batch or found.largest_batch < 2 * found.batch_size:
         return ()
     factor = 1 << int(math.log2(found.largest_batch / found.batch_size))
