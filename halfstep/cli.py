@@ -423,6 +423,9 @@ def run(arguments: Sequence[str]) -> int:
     except HalfstepError as error:
         return _fail(str(error))
     except KeyboardInterrupt:
+        # One that fell into an exec of text, as dataclasses and torch do while they are imported, makes Python end by
+        # the signal although it was caught here. The next exec takes that back.
+        exec("")
         return _fail("interrupted before anything had ended; nothing was written", 130)
     except BrokenPipeError:
         # The reader of our output has gone, as with `halfstep ... | head`.

@@ -50,7 +50,7 @@ def test_the_margin_is_that_of_compare():
 def test_chaos_widens_the_margin():
     # A loss that a last bit of a weight throws about as much as a seed does.
     def chaotic(loss, step, seed):
-        return loss + 100 * torch.frac(loss.detach() * 2.0**22)
+        return loss + 100 * torch.frac(loss.detach().double() * 12345678.9).float()
 
     given = bench(with_loss(source(2), chaotic))
     assert given.margin_from == "three times the gap that changed bits make in fp32"
