@@ -89,7 +89,7 @@ def test_totals_and_moments_agree_with_counting_storage_by_storage():
 
 def test_growth_is_bytes_a_sample():
     twice = [WEIGHTS, replace(HIDDEN, nbytes=50), replace(OUTPUT, nbytes=100)]
-    growth = TRACE.growth_to(twice, 4)
+    growth = TRACE.growth_to(replace(TRACE, storages=twice, batch_size=4))
     assert growth == [0, 10, 25]
     larger = replace(TRACE, growth=growth).with_batch(12)
     assert [s.nbytes for s in larger.storages] == [100, 130, 300]
@@ -105,4 +105,4 @@ def test_the_same_batch_gives_the_same_trace():
 
 @pytest.mark.parametrize("changed", [(HIDDEN,), (HIDDEN, replace(OUTPUT, died=4)), (HIDDEN, OUTPUT, OUTPUT)])
 def test_a_step_that_runs_in_another_way_has_no_growth(changed):
-    assert TRACE.growth_to([WEIGHTS, *changed], 4) is None
+    assert TRACE.growth_to(replace(TRACE, storages=[WEIGHTS, *changed], batch_size=4)) is None

@@ -48,8 +48,8 @@ def test_the_margin_is_that_of_compare():
 
 
 def test_chaos_widens_the_margin():
-    # A loss that a last bit of a weight throws about as much as a seed does: the first one decides, since later ones may
-    # round to the same.
+    # A loss that a last bit of a weight throws about as much as a seed does. The first one decides, since later ones
+    # may round to the same.
     first = []
 
     def chaotic(loss, step, seed):

@@ -178,6 +178,20 @@ def fake_step(
 
     collects = gc.isenabled()
     gc.disable()  # else the moment at which a cycle of Python objects frees its tensors would depend on the machine
+
+    def again(trace: StepTrace, times: int) -> StepTrace:
+        """The step of ``times`` the batch, without places."""
+        run.batch_size = times * trace.batch_size
+        window(lambda: Unplaced(ledger))
+        return replace(
+            trace,
+            storages=ledger.storages(),
+            num_events=ledger.time,
+            phases=tuple(ledger.phases),
+            batch_size=run.batch_size,
+            num_samples=times * trace.num_samples,
+        )
+
     handles = [p.register_post_accumulate_grad_hook(keep) for p in model.parameters() if p.requires_grad]
     try:
         for _ in range(MAX_WINDOWS):
@@ -208,9 +222,10 @@ def fake_step(
             notes=(*run.assumed, *run.device.notes()),
         )
         if finds_growth:
-            run.batch_size = 2 * trace.batch_size
-            window(lambda: Unplaced(ledger))
-            trace = replace(trace, growth=trace.growth_to(ledger.storages(), run.batch_size))
+            double = again(trace, 2)
+            trace = replace(trace, growth=trace.growth_to(double))
+            if trace.growth is None and trace.batch_size == 1:
+                trace = replace(trace, pair=replace(double, growth=double.growth_to(again(double, 2))))
     finally:
         for handle in handles:
             handle.remove()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from halfstep.errors import HalfstepError
@@ -114,22 +113,15 @@ class _Planner:
         counts: list[Any] = [None] * len(policies)
         if self.ceilings:
             counts = workers.run([self._call("operations:count_operations", subject, p) for p in policies])
-        # A single sample runs in another way than several, where a dimension of 1 needs no copy.
-        singles = [at for at, t in enumerate(traces) if isinstance(t, StepTrace) and not t.growth and t.batch_size == 1]
-        pair = replace(subject, batch_size=2)
-        calls = [self._call("fake_step:fake_step", pair, policies[at], finds_growth=True) for at in singles]
-        laws = traces[:]
-        for at, double in zip(singles, workers.run(calls), strict=True):
-            laws[at] = double
+        reference = next(trace for trace in traces if isinstance(trace, StepTrace))
         return [
             PolicyPlan(policy, refused=str(trace))
             if isinstance(trace, HalfstepError)
-            else self._plan(policy, trace, law, laws[0], count)
-            for policy, trace, law, count in zip(policies, traces, laws, counts, strict=True)
+            else self._plan(policy, trace, reference, count)
+            for policy, trace, count in zip(policies, traces, counts, strict=True)
         ]
 
-    def _plan(self, policy: str, trace: StepTrace, law: StepTrace, reference: Any, count: Any) -> PolicyPlan:
-        has_reference = isinstance(reference, StepTrace) and reference is not law
+    def _plan(self, policy: str, trace: StepTrace, reference: StepTrace, count: Any) -> PolicyPlan:
         return PolicyPlan(
             policy,
             trace,
@@ -137,8 +129,8 @@ class _Planner:
             self.outside,
             self.need_of(trace),
             self.capacity,
-            None if self.capacity is None else largest_batch(law, self.need_of, self.capacity),
-            saves_from(reference, law) if has_reference else None,
+            None if self.capacity is None else largest_batch(trace.law, self.need_of, self.capacity),
+            saves_from(reference.law, trace.law) if trace is not reference else None,
             bound_of(count, self.ceilings) if self.ceilings and isinstance(count, Operations) else None,
         )
 

@@ -160,13 +160,7 @@ class _Search:
         names = [ordered(each) for each in combinations if self.batch_size > 1 or ACCUMULATES not in each]
         sizes = [-(-self.batch_size // 2) if ACCUMULATES in each else self.batch_size for each in names]
         traces = self._traces(names, sizes)
-        laws = traces[:]
-        # A single sample runs in another way than several, where a dimension of 1 needs no copy.
-        single = [at for at, trace in enumerate(traces) if _is_lone_single(trace)]
-        doubles = self._traces([names[at] for at in single], [2] * len(single))
-        for at, double in zip(single, doubles, strict=True):
-            laws[at] = double
-        return [self._stack(*each) for each in zip(names, traces, laws, strict=True)]
+        return [self._stack(*each) for each in zip(names, traces, strict=True)]
 
     def _traces(self, names: Sequence[tuple[str, ...]], sizes: Sequence[int]) -> list[Any]:
         calls = [
@@ -178,16 +172,15 @@ class _Search:
             )
             for each, size in zip(names, sizes, strict=True)
         ]
-        return self.workers.run(calls) if calls else []
+        return self.workers.run(calls)
 
-    def _stack(self, names: tuple[str, ...], trace: Any, law: Any) -> Stack:
-        """law: a trace that tells how the step grows, which may be that of another batch."""
+    def _stack(self, names: tuple[str, ...], trace: Any) -> Stack:
         stack = Stack(names, self.policy, self.capacity, price=price_of(names))
         if isinstance(trace, HalfstepError):
             return replace(stack, refused=str(trace))
-        largest = largest_batch(law, self.need_of, self.capacity) if isinstance(law, StepTrace) else None
+        largest = largest_batch(trace.law, self.need_of, self.capacity)
         if ACCUMULATES in names:
-            parts = self._parts(trace, law, largest)
+            parts = self._parts(trace, largest)
             if parts is None:
                 why = "smaller micro-batches run in another way than those that were traced"
                 return replace(stack, refused=f"{' + '.join(names)}: {why}.")
@@ -197,7 +190,7 @@ class _Search:
             trace = replace(trace, techniques=names, num_samples=trace.num_samples // 2 * num)
         return replace(stack, batch_size=trace.batch_size, trace=trace, need=self.need_of(trace), largest_batch=largest)
 
-    def _parts(self, trace: StepTrace, law: Any, largest: int | None) -> tuple[StepTrace, int] | None:
+    def _parts(self, trace: StepTrace, largest: int | None) -> tuple[StepTrace, int] | None:
         """The step with the fewest equal micro-batches that fit, or as many as there are samples if none do."""
         for num in range(2, self.batch_size + 1):
             size = self.batch_size // num
@@ -205,13 +198,8 @@ class _Search:
             if size * num == self.batch_size and (is_last or (largest is not None and size <= largest)):
                 if size == trace.batch_size:
                     return trace, num
-                can_scale = isinstance(law, StepTrace) and law.growth is not None
-                return (law.with_batch(size), num) if can_scale else None
+                return (trace.law.with_batch(size), num) if trace.law.growth is not None else None
         raise AssertionError("a sample each is a way to divide them")
-
-
-def _is_lone_single(trace: Any) -> bool:
-    return isinstance(trace, StepTrace) and trace.batch_size == 1 and trace.growth is None
 
 
 def cheapest(stacks: Sequence[Stack]) -> Stack | None:

@@ -79,6 +79,8 @@ class StepTrace:
     tokens_per_sample: length of the batch's sequences of whole numbers, None where it has none.
     notes:       what the figure rests on, in sentences.
     growth:      bytes that each storage grows by with one sample more, None where that is not known.
+    pair:        the step of two samples, where a single one runs in another way than several, as it does where a
+                 dimension of 1 needs no copy.
     """
 
     storages: Sequence[Storage]
@@ -94,16 +96,22 @@ class StepTrace:
     tokens_per_sample: int | None = None
     notes: tuple[str, ...] = ()
     growth: Sequence[float] | None = None
+    pair: StepTrace | None = None
 
-    def growth_to(self, storages: Sequence[Storage], batch_size: int) -> Sequence[float] | None:
-        """What each storage grows by with a sample, by the ``storages`` of the same step with another batch size.
+    @property
+    def law(self) -> StepTrace:
+        """The trace that tells of other batches, if it has :attr:`growth`: this one, or that of a pair."""
+        return self.pair if self.growth is None and self.pair is not None else self
 
-        None where that step ran in another way, as one does that chooses a kernel by the size of a batch.
+    def growth_to(self, other: StepTrace) -> Sequence[float] | None:
+        """What each storage grows by with a sample, by the same step with another batch.
+
+        None where that one ran in another way, as one does that chooses a kernel by the size of a batch.
         """
-        if [(s.born, s.died) for s in storages] != [(s.born, s.died) for s in self.storages]:
+        if [(s.born, s.died) for s in other.storages] != [(s.born, s.died) for s in self.storages]:
             return None
-        samples = batch_size - self.batch_size
-        growth = [(b.nbytes - a.nbytes) / samples for a, b in zip(self.storages, storages, strict=True)]
+        samples = other.batch_size - self.batch_size
+        growth = [(b.nbytes - a.nbytes) / samples for a, b in zip(self.storages, other.storages, strict=True)]
         # What grows by more than its share is not a line, as the products of all samples with all others are not.
         is_line = all(a.nbytes >= more * self.batch_size for a, more in zip(self.storages, growth, strict=True))
         return growth if is_line else None
