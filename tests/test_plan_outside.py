@@ -1,15 +1,13 @@
 """What a process holds on its card besides the step: workspaces by torch's source, the context by who measured it."""
 
-import json
 import subprocess
 import sys
 
 import pytest
 from reference.allocator import trace_of
 
-from halfstep.errors import HalfstepError
 from halfstep.plan import outside
-from halfstep.plan.outside import MIB, not_counted, outside_of, read_contexts, workspaces_of
+from halfstep.plan.outside import MIB, not_counted, outside_of, workspaces_of
 from halfstep.plan.step_trace import StepTrace, Storage
 from halfstep.plan.target import target_of
 
@@ -104,41 +102,14 @@ def test_what_is_not_counted_is_said():
     assert "workspaces of cuDNN" in not_counted(target_of("T4"), convolves)[1]
 
 
-def test_a_measured_context_comes_first(tmp_path):
-    file = tmp_path / "contexts.json"
-    file.write_text(json.dumps({"contexts": {"NVIDIA H200": 500 * MIB, "a CUDA card": 1, "NVIDIA H100": 7}}))
-    measured = read_contexts(file)
+def test_a_measured_context_comes_first():
+    measured = {"NVIDIA H200": 500 * MIB, "a CUDA card": 1, "NVIDIA H100": 7}
     (h200,) = outside_of(target_of("H200 SXM5"), measured)
     assert (h200.nbytes, h200.how) == (500 * MIB, "measured on NVIDIA H200")
     assert outside_of(target_of(), measured)[0].nbytes == 1
     # "NVIDIA H100" fits several cards, so it is of none of them.
     assert outside_of(target_of("H100 SXM5"), measured)[0].nbytes == 426 * MIB
     assert outside_of(target_of("cpu"), measured) == ()
-
-
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [
-        ("{", "it is not JSON"),
-        ("[]", "it is not JSON"),
-        ("{}", "it is not JSON"),
-        ('{"contexts": 3}', "it is not JSON"),
-        ('{"contexts": {"T4": "135 MiB"}}', "a context is a whole number of bytes"),
-        ('{"contexts": {"T4": -1}}', "a context is a whole number of bytes"),
-        ('{"contexts": {"T4": true}}', "a context is a whole number of bytes"),
-    ],
-)
-def test_a_file_that_is_no_calibration_is_one_line(tmp_path, text, why):
-    file = tmp_path / "contexts.json"
-    file.write_text(text)
-    with pytest.raises(HalfstepError, match=f"calibration file .*{why}") as error:
-        read_contexts(file)
-    assert "\n" not in str(error.value)
-
-
-def test_a_file_that_is_not_there_is_one_line(tmp_path):
-    with pytest.raises(HalfstepError, match="it cannot be read"):
-        read_contexts(tmp_path / "none.json")
 
 
 def test_it_needs_no_torch():

@@ -7,11 +7,8 @@ the allocator's: it comes on top, and leaves less of the card to it.
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Mapping
 from importlib.metadata import version
-from pathlib import Path
 
 from halfstep.errors import HalfstepError
 from halfstep.hardware import find_card
@@ -65,8 +62,9 @@ def workspaces_of(target: Target, trace: StepTrace) -> tuple[Outside, ...]:
 def outside_of(target: Target, measured: Mapping[str, int] | None = None) -> tuple[Outside, ...]:
     """What the card holds besides all that torch's allocator reserves: the CUDA context.
 
-    measured: bytes by the name of a card, see :func:`read_contexts`. For a card that nobody measured the largest
-              context that is known is assumed; for one that is not NVIDIA's nothing is known. A CPU has none.
+    measured: bytes by the name of a card, as torch reports it or as the catalogue has it. For a card that nobody
+              measured the largest context that is known is assumed; for one that is not NVIDIA's nothing is known. A
+              CPU has none.
     """
     if not target.is_cuda:
         return ()
@@ -98,25 +96,6 @@ def not_counted(target: Target, trace: StepTrace) -> tuple[str, ...]:
             "algorithm on the card, and with it the size."
         )
     return tuple(notes)
-
-
-def read_contexts(path: str | os.PathLike[str]) -> dict[str, int]:
-    """The measured contexts of a JSON file: ``{"contexts": {"NVIDIA H200": 541065216}}``, in bytes by name of the card.
-
-    A name is one that torch reports or one of the catalogue. A file that is none of this is a HalfstepError.
-    """
-    try:
-        contexts = json.loads(Path(path).read_text(encoding="utf-8"))["contexts"]
-        if all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in contexts.values()):
-            return dict(contexts)
-        why = "a context is a whole number of bytes"
-    except OSError as error:
-        why = f"it cannot be read ({error.strerror})"
-    except (ValueError, KeyError, TypeError, AttributeError):
-        why = "it is not JSON with bytes by name of a card"
-    raise HalfstepError(
-        f"calibration file {path}", why, 'Write {"contexts": {"NVIDIA H200": 541065216}}, for instance.'
-    )
 
 
 def _workspace_nbytes(capability: tuple[int, int], release: tuple[int, int]) -> int:
