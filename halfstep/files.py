@@ -9,14 +9,14 @@ from pathlib import Path
 from halfstep.errors import HalfstepError
 
 
-def write_whole(path: str | os.PathLike[str], text: str) -> None:
-    """Put ``text`` into the file at ``path``; a reader, or a full disk, never leaves half of it there."""
+def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
+    """Put ``content`` into the file at ``path``; a reader, or a full disk, never leaves half of it there."""
     target = Path(path)
     try:
         handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
         try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
+            with os.fdopen(handle, "wb") as file:
+                file.write(content.encode() if isinstance(content, str) else content)
             os.chmod(temporary, 0o644)  # mkstemp makes files that only their owner may read
             os.replace(temporary, target)
         except BaseException:

@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from halfstep.events import StepReport
+from halfstep.hardware import Hardware
 from halfstep.policy import Policy
 from halfstep.stepper import Stepper
 from halfstep.workload import Workload, num_samples, stream, to_device
 
 
-def make_stepper(workload: Workload, policy: str | Policy, device: str) -> Stepper:
-    """The workload's model on the device, in training mode, with its optimizer and scheduler behind a Stepper."""
+def make_stepper(workload: Workload, policy: str | Policy, device: str, hardware: Hardware | None = None) -> Stepper:
+    """The workload's model on the device, in training mode, with its optimizer and scheduler behind a Stepper.
+
+    hardware: what the device computes, None for what it says of itself.
+    """
     model = workload.model.to(device).train()
     optimizer = workload.optimizer([p for p in model.parameters() if p.requires_grad])
     return Stepper(
@@ -21,6 +25,7 @@ def make_stepper(workload: Workload, policy: str | Policy, device: str) -> Stepp
         accumulate=workload.accumulate,
         max_norm=workload.max_norm,
         scheduler=workload.scheduler(optimizer) if workload.scheduler else None,
+        hardware=hardware,
     )
 
 

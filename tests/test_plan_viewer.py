@@ -171,7 +171,7 @@ def test_a_file_that_cannot_be_written_is_one_line(trace, tmp_path, monkeypatch)
     def fails(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(pickle, "dump", fails)
+    monkeypatch.setattr("halfstep.files.os.replace", fails)
     with pytest.raises(HalfstepError, match="No space left"):
         write_snapshot(trace, found, file)
     assert file.read_bytes() == b"before"

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from halfstep.closure import needs_closure
 from halfstep.errors import HalfstepError
 from halfstep.gradients import gradients_of, take_gradients
+from halfstep.loop import make_stepper
 from halfstep.plan.build import build, resized, tensors_of
 from halfstep.plan.failure import naming_failures
 from halfstep.plan.fake import FakeDevice
@@ -105,23 +106,14 @@ def start(subject: Subject, policy: str | Policy, target: Target, techniques: Se
         num_parameters = sum(parameter.numel() for parameter in workload.model.parameters())
         for name in techniques:
             workload, policy = technique_of(name).apply(workload, policy)
-    model = workload.model.train()
+    model = workload.model
     with device.running(), naming_failures(model):
-        optimizer = workload.optimizer([p for p in model.parameters() if p.requires_grad])
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise HalfstepError(
-                f"{subject.spec} with LBFGS",
-                "what it keeps of earlier steps depends on values, which a plan does not have",
-                "Measure it on a device: halfstep measure.",
-            )
-        stepper = Stepper(
-            model,
-            optimizer,
-            policy,
-            accumulate=workload.accumulate,
-            max_norm=workload.max_norm,
-            scheduler=workload.scheduler(optimizer) if workload.scheduler else None,
-            hardware=target.hardware,
+        stepper = make_stepper(workload, policy, "cpu", target.hardware)
+    if isinstance(stepper.optimizer, torch.optim.LBFGS):
+        raise HalfstepError(
+            f"{subject.spec} with LBFGS",
+            "what it keeps of earlier steps depends on values, which a plan does not have",
+            "Measure it on a device: halfstep measure.",
         )
     run = FakeRun(device, workload, stepper, subject.batch_size, num_parameters, assumed)
     with naming_failures(model):

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import os
 import pickle
-import tempfile
 from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
-from halfstep.errors import HalfstepError
+from halfstep.files import write_whole
 from halfstep.plan.allocator import SMALL_SEGMENT, Block, Segment, Simulation
 from halfstep.plan.step_trace import StepTrace, Storage
 
@@ -68,21 +66,7 @@ def snapshot_of(trace: StepTrace, simulation: Simulation) -> dict[str, Any]:
 
 def write_snapshot(trace: StepTrace, simulation: Simulation, path: str | os.PathLike[str]) -> None:
     """Write :func:`snapshot_of` into the file at ``path``, whole or not at all."""
-    target = Path(path)
-    try:
-        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                pickle.dump(snapshot_of(trace, simulation), file, protocol=PROTOCOL)
-            os.chmod(temporary, 0o644)
-            os.replace(temporary, target)
-        except BaseException:
-            os.unlink(temporary)
-            raise
-    except OSError as error:
-        raise HalfstepError(
-            f"output file {target}", f"it cannot be written ({error.strerror})", "Name a file in a folder that exists."
-        ) from None
+    write_whole(path, pickle.dumps(snapshot_of(trace, simulation), protocol=PROTOCOL))
 
 
 def frames_of(storage: Storage) -> list[dict[str, Any]]:
