@@ -176,3 +176,8 @@ def test_torchs_own_tracker_counts_the_same(name, policy):
 def test_a_model_that_keeps_more_with_every_step_is_refused():
     with pytest.raises(HalfstepError, match="left something new in memory"):
         traced("hoarding")
+
+
+def test_lbfgs_is_refused():
+    with pytest.raises(HalfstepError, match="depends on values, which a plan does not have"):
+        fake_step(Subject(spec("lbfgs")), "fp32", CPU)
