@@ -179,7 +179,10 @@ def test_what_a_larger_batch_does_to_the_learning_rate():
     assert "by 8 with SGD (linear, Goyal et al. 2017" in rules
     assert "by 2.83 with Adam (square root, Malladi et al. 2022" in rules
     assert "halfstep compare train.py:larger --policies fp32,bf16, with 1/8 of the steps" in test
-    assert "halfstep compare FILE.py:larger" in larger_batch([stack((), 50 * MIB, largest=8)], "charlm")[2]
+    for asked, this in (("charlm", "charlm"), ("transformers:GPT2Model", "FILE.py:workload")):
+        test = larger_batch([stack((), 50 * MIB, largest=8)], asked)[2]
+        assert "halfstep compare FILE.py:larger" in test
+        assert f"of halfstep compare {this} --policies" in test
 
 
 def test_a_table_shows_what_each_costs():

@@ -239,7 +239,9 @@ def larger_batch(stacks: Sequence[Stack], spec: str) -> tuple[str, ...]:
     factor = 1 << int(math.log2(found.largest_batch / found.batch_size))
     batch = factor * found.batch_size
     file, colon, _ = spec.rpartition(":")
-    other = f"{file if colon else spec}:larger" if spec.endswith(".py") or colon else "FILE.py:larger"
+    file = file if colon else spec
+    other = f"{file if file.endswith('.py') else 'FILE.py'}:larger"
+    this = "FILE.py:workload" if colon and not file.endswith(".py") else spec
     policies = f'"{found.policy}"' if " " in found.policy else found.policy
     return (
         f"{found.title} admits micro-batches of up to {found.largest_batch:,} samples, {factor} x {found.batch_size:,} "
@@ -248,7 +250,7 @@ def larger_batch(stacks: Sequence[Stack], spec: str) -> tuple[str, ...]:
         f"Goyal et al. 2017, with a warm-up), by {math.sqrt(factor):.3g} with Adam (square root, Malladi et al. 2022; "
         "Krizhevsky 2014 derives it for SGD, and found linear better).",
         f"Neither is sure for your model. Write a function larger with that batch and rate and test it: halfstep "
-        f"compare {other} --policies fp32,{policies}, with 1/{factor} of the steps of halfstep compare {spec} "
+        f"compare {other} --policies fp32,{policies}, with 1/{factor} of the steps of halfstep compare {this} "
         f"--policies fp32,{policies}, and read both final losses.",
     )
 

@@ -54,13 +54,20 @@ class Workers:
         self._limit_s = limit_s
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         self._all: list[_Worker] = []
+        self._served: list[threading.Event] = []
+        self._is_closed = False
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self._is_closed = True  # a thread that still waits for an answer begins nothing new
         for worker in self._all:
-            worker.end()
+            worker.kill()
+        for served in self._served:  # each thread reads to the end of what its worker wrote
+            served.wait()
+        for worker in self._all:
+            worker.close()
 
     def run(self, calls: Sequence[Call]) -> list[Any]:
         """The result of each call, or the HalfstepError that it raised or that tells how its process ended."""
@@ -68,19 +75,24 @@ class Workers:
         waiting = list(enumerate(calls))[::-1]
         lock = threading.Lock()
 
-        def serve() -> None:
-            with contextlib.suppress(IndexError):
-                while True:
+        def serve(served: threading.Event) -> None:
+            try:
+                while not self._is_closed:
                     with lock:
+                        if not waiting:
+                            break
                         at, call = waiting.pop()
                     results[at] = self._run(call)
+            finally:
+                served.set()
 
-        threads = [threading.Thread(target=serve, daemon=True) for _ in range(min(self._num, len(calls)))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            while thread.is_alive():
-                thread.join(0.1)  # in short waits, so that Ctrl-C is seen at once
+        # Events, since a join that Ctrl-C interrupts takes its thread for ended up to Python 3.12.
+        self._served = [threading.Event() for _ in range(min(self._num, len(calls)))]
+        for served in self._served:
+            threading.Thread(target=serve, args=(served,), daemon=True).start()
+        for served in self._served:
+            while not served.wait(0.1):  # in short waits, so that Ctrl-C is seen at once
+                pass
         return results
 
     def _run(self, call: Call) -> Any:
@@ -89,6 +101,8 @@ class Workers:
         except queue.Empty:
             worker = _Worker()
             self._all.append(worker)
+            if self._is_closed:
+                worker.kill()
         result = worker.run(call, self._limit_s)
         if worker.is_alive:
             self._idle.put(worker)
@@ -97,7 +111,7 @@ class Workers:
 
 class _Worker:
     def __init__(self) -> None:
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # closed by end()
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # closed by close()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "halfstep.plan.worker"],
             stdin=subprocess.PIPE,
@@ -139,9 +153,12 @@ class _Worker:
             "The model does something that fake tensors cannot: leave out parts of it until the plan ends.",
         )
 
-    def end(self) -> None:
+    def kill(self) -> None:
         self._process.kill()
         self._process.wait()
+
+    def close(self) -> None:
+        """Give back the pipes of a process that has ended, when nobody reads them any more."""
         for pipe in (self._process.stdin, self._process.stdout, self._errors):
             assert pipe is not None
             with contextlib.suppress(OSError):
