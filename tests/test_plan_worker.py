@@ -137,3 +137,10 @@ def test_the_parent_needs_no_torch():
     imports = "; ".join(f"import halfstep.plan.{name}" for name in names)
     script = f"import sys; {imports}; assert 'torch' not in sys.modules, 'torch'"
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+@pytest.mark.parametrize("computes", [False, True])
+def test_a_plan_takes_one_thread_and_a_measurement_as_many_as_torch_does(computes, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    with Workers(1, computes=computes) as opened:
+        assert opened.run([call("os:getenv", "OMP_NUM_THREADS")]) == [None if computes else "1"]

@@ -1,5 +1,6 @@
 """``halfstep plan`` as a user calls it: what it prints, writes and refuses, and what stays out of its process."""
 
+import importlib.util
 import json
 import pickle
 import subprocess
@@ -8,6 +9,7 @@ import sys
 import pytest
 
 from halfstep.cli import run
+from halfstep.errors import HalfstepError
 from halfstep.plan import plan
 from halfstep.plan.fake_step import fake_step
 from halfstep.plan.subject import Subject
@@ -103,6 +105,12 @@ def test_a_wrong_call_is_one_line(arguments, said, capsys, tmp_path, monkeypatch
     assert printed.err.count("\n") == 1
     for part in said:
         assert part in printed.err
+
+
+def test_without_torch_it_is_one_line(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(HalfstepError, match="torch is not installed"):
+        plan("mlp")
 
 
 def test_the_process_of_the_caller_needs_no_torch():

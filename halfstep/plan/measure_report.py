@@ -283,7 +283,7 @@ class _Turns:
         self._opened = ExitStack()
 
     def __enter__(self) -> Self:
-        self._workers = [self._opened.enter_context(Workers(1)) for _ in self.rows]
+        self._workers = [self._opened.enter_context(Workers(1, computes=True)) for _ in self.rows]
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -109,7 +109,7 @@ class PlanReport(Report):
         known = {plan.policy: plan.fits for plan in self.plans if plan.fits is not None}
         if not known:
             return ""
-        memory = f"{self.target.memory_gib:g} GiB"
+        memory = f"{self.target.memory_gib:.4g} GiB"
         if all(known.values()):
             return f"; {'each fits' if len(known) > 1 else 'it fits'} into {memory}"
         if not any(known.values()):

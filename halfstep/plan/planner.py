@@ -6,6 +6,7 @@ Nothing here imports torch: the steps run in workers, and what is made of their 
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -62,6 +63,10 @@ def plan(
         Policy.parse(policy)
     if num_ranks is not None:
         check_ranks(num_ranks)
+    if importlib.util.find_spec("torch") is None:
+        raise HalfstepError(
+            "halfstep without torch", "a plan runs a step, and torch is not installed", "pip install 'halfstep[torch]'"
+        )
     with Workers() as workers:
         calibration = None
         if calibrates:

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, Self
 
@@ -47,10 +47,14 @@ class Call:
 
 
 class Workers:
-    """Processes that run calls, at most ``num`` at once; one for each core by default. To be used as a context."""
+    """Processes that run calls, at most ``num`` at once; one for each core by default. To be used as a context.
 
-    def __init__(self, num: int | None = None, limit_s: float = LIMIT_S) -> None:
+    computes: whether they compute, with as many threads as torch takes; a plan does not, and gets one.
+    """
+
+    def __init__(self, num: int | None = None, limit_s: float = LIMIT_S, *, computes: bool = False) -> None:
         self._num = num or os.cpu_count() or 1
+        self._environment = dict(os.environ) if computes else {"OMP_NUM_THREADS": "1", **os.environ}
         self._limit_s = limit_s
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         self._all: list[_Worker] = []
@@ -99,7 +103,7 @@ class Workers:
         try:
             worker = self._idle.get_nowait()
         except queue.Empty:
-            worker = _Worker()
+            worker = _Worker(self._environment)
             self._all.append(worker)
             if self._is_closed:
                 worker.kill()
@@ -110,13 +114,14 @@ class Workers:
 
 
 class _Worker:
-    def __init__(self) -> None:
+    def __init__(self, environment: Mapping[str, str]) -> None:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # closed by close()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "halfstep.plan.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
+            env=environment,
             start_new_session=True,  # Ctrl-C is the caller's to handle
         )
 
@@ -190,7 +195,6 @@ def main() -> None:
     # What is printed meanwhile must not get between the answers.
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     gc.disable()  # a plan collects where it says, see fake_step
     serve(sys.stdin.buffer, answers)
 
