@@ -1,6 +1,5 @@
 """Measured rates against times that are set by hand, and once against this machine's own."""
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -66,7 +65,6 @@ def test_this_machine_has_rates_and_they_are_its_ceilings(small):
     assert ceilings.is_measured
     assert (ceilings.rates_tflops, ceilings.bandwidth_gb_per_s) == (found.rates_tflops, found.bandwidth_gb_per_s)
     assert found.device in ceilings.source
-    assert Calibration.from_dict(json.loads(json.dumps(found.to_dict()))) == found
 
 
 H200 = Calibration("NVIDIA H200", "cuda", "H200 SXM5", "2.11.0", {"fp32": 50.0}, 4000.0, {"fp32": 1.0}, 5 * 10**8)
@@ -78,23 +76,6 @@ def test_a_calibration_is_for_the_card_that_was_measured():
     for target in (target_of("T4"), target_of("cpu")):
         with pytest.raises(HalfstepError, match="NVIDIA H200"):
             H200.ceilings(target)
-
-
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
-        ({"rates_tflops": {"fp32": 0.0}}, "positive number"),
-        ({"rates_tflops": {"fp32": float("nan")}}, "positive number"),
-        ({"rates_tflops": []}, "positive number"),
-        ({"bandwidth_gb_per_s": "fast"}, "positive number"),
-        ({"more": 1}, "has to hold device"),
-    ],
-)
-def test_a_calibration_that_is_none_is_refused(change, why):
-    with pytest.raises(HalfstepError, match=why):
-        Calibration.from_dict(H200.to_dict() | change)
-    with pytest.raises(HalfstepError, match="has to hold"):
-        Calibration.from_dict("text")
 
 
 def test_a_kind_of_device_that_nothing_here_measures_is_refused(monkeypatch):

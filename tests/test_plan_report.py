@@ -110,6 +110,7 @@ def test_json_has_the_keys_that_others_rely_on():
         "largest_batch": 3,
         "saves_from": None,
         "samples_per_s_bound": None,
+        "bound": None,
         "refused": None,
     }
     assert refused.keys() == first.keys()

@@ -11,8 +11,8 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Self
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from halfstep.errors import HalfstepError
 from halfstep.formats import FORMATS
@@ -55,21 +55,6 @@ class Calibration:
     bandwidth_gb_per_s: float
     spread_pct: Mapping[str, float]
     context_bytes: int | None
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, value: Any) -> Self:
-        """The inverse of :meth:`to_dict`; a HalfstepError for anything else."""
-        names = list(cls.__dataclass_fields__)
-        if not isinstance(value, dict) or set(value) != set(names):
-            raise HalfstepError("this calibration", f"it has to hold {', '.join(names)}", "Measure with --calibrate.")
-        rates = value["rates_tflops"]
-        numbers = [*rates.values(), value["bandwidth_gb_per_s"]] if isinstance(rates, dict) else []
-        if not numbers or not all(isinstance(n, int | float) and 0 < n < float("inf") for n in numbers):
-            raise HalfstepError("this calibration", "a rate in it is no positive number", "Measure with --calibrate.")
-        return cls(**value)
 
     def ceilings(self, target: Target) -> Ceilings:
         """The measured rates as ceilings of ``target``, which has to be a device like the one that was measured."""

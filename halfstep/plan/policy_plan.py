@@ -87,5 +87,6 @@ class PolicyPlan:
             "largest_batch": self.largest_batch,
             "saves_from": self.saves_from,
             "samples_per_s_bound": self.bound.samples_per_s if self.bound else None,
+            "bound": self.bound.to_dict() if self.bound else None,
             "refused": self.refused,
         }
