@@ -22,6 +22,7 @@ from halfstep.errors import HalfstepError, and_more
 from halfstep.plan.asker import asker
 from halfstep.plan.target import Target
 
+_NOT_HERE = "not linked with support for cuda devices: the plan is for a CPU"
 _IS_CUDA = torch.Tensor.is_cuda.__get__  # type: ignore[attr-defined]
 _BY_DEVICE_TYPE = (
     (autocast_mode.autocast, "__init__", 1),
@@ -60,7 +61,16 @@ class CudaCalls:
             yield
 
     def rewritten(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
-        """A torch function and its arguments, with the fake device in place of a CUDA one."""
+        """A torch function and its arguments, with the fake device in place of a CUDA one.
+
+        A plan for a CPU has none: a build of torch with CUDA would go on until the backward pass.
+        """
+        if not self.target.is_cuda:
+            if func is torch.Tensor.cuda or _is_cuda(kwargs.get("device")):
+                raise RuntimeError(_NOT_HERE)
+            if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
+                raise RuntimeError(_NOT_HERE)
+            return func, args, kwargs
         if func is torch.Tensor.cuda:
             return torch.Tensor.to, (args[0], "cpu"), {}
         if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):

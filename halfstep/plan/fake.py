@@ -145,8 +145,7 @@ class _Calls(TorchFunctionMode):
         special = self._special.get(func)
         if special is not None and isinstance(args[0], FakeTensor):
             return special(*args, **kwargs)
-        if self._cuda_calls.target.is_cuda:
-            func, args, kwargs = self._cuda_calls.rewritten(func, args, kwargs)
+        func, args, kwargs = self._cuda_calls.rewritten(func, args, kwargs)
         return func(*args, **kwargs)
 
     def engine(self, *args: Any, **kwargs: Any) -> Any:
