@@ -144,21 +144,19 @@ class _Planner:
             f"halfstep.plan.{function}", (subject, policy, self.target), settings, f"{subject.spec} in {policy}"
         )
 
-    def simulated(self, trace: StepTrace) -> Simulation:
-        """The step in the caching allocator, beside the blocks of the libraries."""
-        return simulate(trace, before=[each.nbytes for each in workspaces_of(self.target, trace)])
+    def simulated(self, trace: StepTrace, capacity: int | None = None) -> Simulation:
+        """The step in the caching allocator, beside the blocks of the libraries; ``capacity`` as for ``simulate``."""
+        return simulate(trace, capacity, [each.nbytes for each in workspaces_of(self.target, trace)])
 
     def need_of(self, trace: StepTrace) -> int:
         """Bytes that the device needs for a step, as ``PolicyPlan.need``: at most the capacity if it runs."""
-        outside = sum(each.nbytes for each in self.outside)
         if not self.target.is_cuda:
             return trace.peak.nbytes
+        outside = sum(each.nbytes for each in self.outside)
         need = self.simulated(trace).peak_reserved + outside
         if self.capacity is None or not trace.peak.nbytes + outside <= self.capacity < need:
             return need
-        blocks = [each.nbytes for each in workspaces_of(self.target, trace)]
-        is_too_much = simulate(trace, self.capacity - outside, blocks).out_of_memory
-        return need if is_too_much else self.capacity
+        return need if self.simulated(trace, self.capacity - outside).out_of_memory else self.capacity
 
     def assumptions(self, plans: Sequence[PolicyPlan]) -> tuple[str, ...]:
         """What the figures rest on, each sentence once."""
