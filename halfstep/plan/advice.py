@@ -309,9 +309,9 @@ def no_saving(
         )
     else:
         why = ""
-    if reference.growth is None or trace.growth is None:
+    if reference.law.growth is None or trace.law.growth is None:
         return f"{here}{why}."
-    batch = saves_from(reference, trace)
+    batch = saves_from(reference.law, trace.law)
     if batch is None:
         return f"{here}{why}; it saves nothing with any batch."
     tokens = f" ({batch * tokens_per_sample:,} tokens)" if tokens_per_sample else ""

@@ -243,6 +243,6 @@ def _parts_text(peak: ShardedPeak) -> str:
 
 def _from_text(plan: PolicyPlan) -> str:
     if plan.saves_from is None:
-        return "-" if plan.trace is None or not plan.trace.growth else "never"
+        return "-" if plan.trace is None or not plan.trace.law.growth else "never"
     tokens = plan.trace.tokens_per_sample if plan.trace else None
     return f"{plan.saves_from:,}" + (f" ({plan.saves_from * tokens:,} tokens)" if tokens else "")
