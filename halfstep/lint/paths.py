@@ -1,0 +1,106 @@
+"""The ways through a source, each one run with its own decisions."""
+
+from __future__ import annotations
+
+import ast
+from collections import deque
+
+from halfstep.lint.event import Event, Path
+from halfstep.lint.names import Names
+from halfstep.lint.relevance import Relevance
+from halfstep.lint.state import CutOff
+from halfstep.lint.statements import Run
+
+MAX_PATHS = 48
+"""Paths of one root, those with the fewest unusual decisions first."""
+MAX_TOTAL_WORK = 600_000
+"""Nodes that all paths of a file may evaluate."""
+
+Definition = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+class Paths:
+    """paths: every way followed. sites: every distinct event of them and of what has no order. complete: whether
+    nothing was left out; a rule that concludes from the absence of something asks for it."""
+
+    def __init__(self, tree: ast.Module, names: Names) -> None:
+        self.paths: list[Path] = []
+        self.sites: list[Event] = []
+        self.complete = True
+        self._names, self._relevance = names, Relevance(tree)
+        self._seen: set[object] = set()
+        self._work = 0
+        inlined: set[ast.AST] = set()
+        self._explore(tree, None, None, tree, inlined)
+        # What nothing has called is called from outside. A later one may be called by an earlier one.
+        functions, classes = _definitions(tree)
+        called = _called_names(tree)
+        waiting = [(definition, cls) for definition, cls in functions]
+        waiting.sort(key=lambda pair: pair[0].name in called)  # those that nobody names come first
+        for definition, cls in waiting:
+            if definition not in inlined and not (definition.name == "__init__" and len(_methods(cls)) > 1):
+                self._explore(tree, definition, cls, tree, inlined)
+
+    def _explore(
+        self, tree: ast.Module, definition: Definition | None, cls: ast.ClassDef | None, root: ast.Module, inlined: set[ast.AST]
+    ) -> None:
+        node: ast.AST = definition if definition is not None else root
+        todo: deque[tuple[tuple[bool, ...], int]] = deque([((), 0)])
+        num_paths = 0
+        while todo:
+            if num_paths >= MAX_PATHS or self._work > MAX_TOTAL_WORK:
+                self.complete = False
+                return
+            oracle, free_from = todo.popleft()
+            run = Run(self._names, self._relevance, oracle)
+            try:
+                self._run(run, tree, definition, cls)
+            except (CutOff, RecursionError):
+                self.complete = False
+            num_paths += 1
+            self._work += run.work
+            inlined |= run.inlined
+            self.paths.append(Path(node, tuple(run.events), tuple(run.taken)))
+            for key, event in run.sites.items():
+                if key not in self._seen:
+                    self._seen.add(key)
+                    self.sites.append(event)
+            taken = tuple(decision.taken for decision in run.taken)
+            for index in range(free_from, len(taken)):
+                todo.append(((*taken[:index], not taken[index]), index + 1))
+
+    def _run(self, run: Run, tree: ast.Module, definition: Definition | None, cls: ast.ClassDef | None) -> None:
+        if definition is None:
+            run.module(tree.body)
+        else:
+            run.definitions(tree.body)
+            run.function(definition, cls)
+
+
+def _definitions(tree: ast.Module) -> tuple[list[tuple[Definition, ast.ClassDef | None]], list[ast.ClassDef]]:
+    """The functions of a module and the methods of its classes. Functions inside functions run where they are called."""
+    functions: list[tuple[Definition, ast.ClassDef | None]] = []
+    classes: list[ast.ClassDef] = []
+    pending: list[ast.stmt] = list(tree.body)
+    while pending:
+        node = pending.pop(0)
+        if isinstance(node, Definition):
+            functions.append((node, None))
+        elif isinstance(node, ast.ClassDef):
+            classes.append(node)
+            functions.extend((method, node) for method in _methods(node))
+        elif isinstance(node, ast.If | ast.Try | ast.With):
+            pending.extend(child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt))
+    return functions, classes
+
+
+def _methods(cls: ast.ClassDef | None) -> list[Definition]:
+    return [] if cls is None else [node for node in cls.body if isinstance(node, Definition)]
+
+
+def _called_names(tree: ast.Module) -> set[str]:
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            found.add(node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", ""))
+    return found

@@ -1,0 +1,115 @@
+"""Which parts of a source can change the order of a training step. Only there is it worth to follow both branches."""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import lru_cache
+
+_ORDER_METHODS = frozenset(
+    "backward manual_backward step update unscale_ zero_grad scale clip_grad_norm_ clip_grad_value_ clip_gradients "
+    "clip_grad_norm state_dict load_state_dict save save_state save_checkpoint optimizer_step lr_scheduler_step "
+    "toggle_optimizer accumulate no_sync".split()
+)
+_ORDER_NAMES = frozenset({"clip_grad_norm_", "clip_grad_value_", "grad", "GradScaler", "autocast"})
+_LEAVES = (ast.Return, ast.Break, ast.Continue, ast.Raise)
+
+
+class Relevance:
+    """Answers for one parsed module."""
+
+    def __init__(self, tree: ast.Module) -> None:
+        self._matters: dict[ast.AST, bool] = {}
+        self._leaves: dict[ast.AST, bool] = {}
+        self._assignments: dict[ast.ClassDef, dict[str, list[ast.expr]]] = {}
+        self._yields: dict[ast.AST, bool] = {}
+        self._uses: dict[ast.AST, dict[str, set[str]]] = {}
+        calls: dict[str, set[str]] = {}
+        relevant = set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                called = calls.setdefault(node.name, set())
+                for inner in ast.walk(node):
+                    if isinstance(inner, ast.Call):
+                        called.add(_called(inner))
+                    if _orders(inner):
+                        relevant.add(node.name)
+        # A function matters when one that it calls does.
+        changed = True
+        while changed:
+            changed = False
+            for name, called in calls.items():
+                if name not in relevant and called & relevant:
+                    relevant.add(name)
+                    changed = True
+        self.functions = frozenset(relevant)
+
+    def self_assignments(self, cls: ast.ClassDef) -> dict[str, list[ast.expr]]:
+        """Every ``self.name = value`` in the methods of a class."""
+        if cls not in self._assignments:
+            found: dict[str, list[ast.expr]] = {}
+            for node in ast.walk(cls):
+                if isinstance(node, ast.Assign):
+                    for target in node.targets:
+                        if isinstance(target, ast.Attribute) and getattr(target.value, "id", "") == "self":
+                            found.setdefault(target.attr, []).append(node.value)
+            self._assignments[cls] = found
+        return self._assignments[cls]
+
+    def uses(self, function: ast.AST) -> dict[str, set[str]]:
+        """The attributes that a function reads of each of its names; ``()`` where it calls the name itself."""
+        if function not in self._uses:
+            found: dict[str, set[str]] = {}
+            for node in ast.walk(function):
+                if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                    found.setdefault(node.value.id, set()).add(node.attr)
+                elif isinstance(node, ast.Call):
+                    if isinstance(node.func, ast.Name):
+                        found.setdefault(node.func.id, set()).add("()")
+                    elif isinstance(node.func, ast.Attribute) and node.func.attr in {"step", "unscale_"} and node.args:
+                        # scaler.step(opt): what it is handed is an optimizer.
+                        if isinstance(node.args[0], ast.Name):
+                            found.setdefault(node.args[0].id, set()).add(f"in {node.func.attr}")
+            self._uses[function] = found
+        return self._uses[function]
+
+    def matters(self, node: ast.AST) -> bool:
+        """Whether ``node`` holds something that belongs to the order of the step."""
+        if node not in self._matters:
+            self._matters[node] = any(
+                _orders(inner) or (isinstance(inner, ast.Call) and _called(inner) in self.functions)
+                for inner in ast.walk(node)
+            )
+        return self._matters[node]
+
+    def leaves(self, node: ast.AST) -> bool:
+        """Whether ``node`` may leave the surrounding loop or function."""
+        if node not in self._leaves:
+            self._leaves[node] = any(isinstance(inner, _LEAVES) for inner in ast.walk(node))
+        return self._leaves[node]
+
+    def yields(self, function: ast.AST) -> bool:
+        """Whether a function is a generator."""
+        if function not in self._yields:
+            inner = [node for node in ast.walk(function) if isinstance(node, ast.Yield | ast.YieldFrom)]
+            self._yields[function] = bool(inner)
+        return self._yields[function]
+
+    @staticmethod
+    @lru_cache(4096)
+    def words(text: str) -> frozenset[str]:
+        return frozenset(re.findall(r"\w+", text))
+
+
+def _called(call: ast.Call) -> str:
+    function = call.func
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+
+
+def _orders(node: ast.AST) -> bool:
+    if isinstance(node, ast.Call):
+        name = _called(node)
+        return name in _ORDER_METHODS or name in _ORDER_NAMES
+    if not (isinstance(node, ast.Attribute) and node.attr == "grad"):
+        return False
+    return not (isinstance(node.value, ast.Name) and node.value.id in {"autograd", "torch"})

@@ -1,0 +1,519 @@
+"""One run through statements: which branch, how often a loop, what a name holds afterwards."""
+
+from __future__ import annotations
+
+import ast
+import re
+from contextlib import suppress
+
+from halfstep.lint import vocabulary
+from halfstep.lint.calls import Calls
+from halfstep.lint.event import Decision, Loop
+from halfstep.lint.expressions import element_of
+from halfstep.lint.values import (
+    NONE,
+    UNKNOWN,
+    Class,
+    Const,
+    Function,
+    Instance,
+    Items,
+    Method,
+    Name,
+    Object,
+    Parameters,
+    Table,
+    Tensor,
+    Unknown,
+    Value,
+    join,
+)
+
+_STEPWISE = re.compile(r"[%(\[]|\bstep|\bit\b|\biter|\bi\b|\bidx\b|\bindex\b|count|norm|loss|<|>")
+"""What a condition on the state of the training holds, and one on a setting does not."""
+
+
+class _Left(Exception):
+    """A ``return``, ``break`` or ``continue`` on the way out."""
+
+
+class _Return(_Left):
+    pass
+
+
+class _Break(_Left):
+    pass
+
+
+class _Continue(_Left):
+    pass
+
+
+class _Raise(_Left):
+    pass
+
+
+class Run(Calls):
+    """Runs statements in order. Where a condition matters and is not known, the oracle decides."""
+
+    def run_body(self, body: list[ast.stmt]) -> Value:
+        outer = getattr(self, "_returned", None)
+        self._returned = []
+        try:
+            self.block(body)
+        except (_Return, _Break, _Continue):
+            pass
+        finally:
+            returned, self._returned = self._returned, outer or []
+        if not returned:
+            return NONE
+        result = returned[0]
+        for value in returned[1:]:
+            result = join(result, value)
+        return result
+
+    def module(self, body: list[ast.stmt]) -> None:
+        """Run the module's own code, as a script would."""
+        self._returned: list[Value] = []
+        with suppress(_Left):
+            self.block(body)
+
+    def definitions(self, body: list[ast.stmt]) -> None:
+        """Run what the module's own code defines, without keeping an event: the globals of its functions."""
+        self._returned = []
+        self.quiet += 1
+        for statement in body:
+            if not isinstance(statement, ast.Expr | ast.For | ast.While):
+                with suppress(_Left):
+                    self.block([statement])
+        self.quiet -= 1
+        self.inlined.clear()
+        self.sites.clear()
+
+    def function(self, definition: ast.FunctionDef | ast.AsyncFunctionDef, cls: ast.ClassDef | None) -> None:
+        """Run a function that nothing in the source calls; a method after its class's ``__init__``."""
+        owner = None
+        with suppress(_Left):
+            if cls is not None:
+                made = self.instantiate(cls, (), (), cls)
+                is_static = any(getattr(d, "id", "") == "staticmethod" for d in definition.decorator_list)
+                owner = None if is_static else made
+            self.call_function(Function(definition, owner), (), (), definition)
+
+    def block(self, body: list[ast.stmt]) -> None:
+        for statement in body:
+            self.statement(statement)
+
+    def statement(self, node: ast.stmt) -> None:
+        self.spend()
+        method = getattr(self, "_do_" + type(node).__name__, None)
+        if method is not None:
+            method(node)
+            return
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.expr):
+                self.value(child)
+
+    # -- definitions and names --
+
+    def _do_FunctionDef(self, node: ast.FunctionDef) -> None:
+        self.bind(node.name, Function(node, None, self.frame))
+
+    _do_AsyncFunctionDef = _do_FunctionDef
+
+    def _do_ClassDef(self, node: ast.ClassDef) -> None:
+        self.bind(node.name, Class(node))
+
+    def _do_Import(self, node: ast.Import | ast.ImportFrom) -> None:
+        """Imports are known to ``names``."""
+
+    _do_ImportFrom = _do_Import
+    _do_Global = _do_Import
+    _do_Nonlocal = _do_Import
+    _do_Pass = _do_Import
+
+    def _do_Expr(self, node: ast.Expr) -> None:
+        if isinstance(node.value, ast.Yield | ast.YieldFrom):
+            if node.value.value is not None:
+                self.value(node.value.value)
+            self.note_yield()
+            return
+        self.value(node.value)
+
+    def _do_Assign(self, node: ast.Assign) -> None:
+        value = self.value(node.value)
+        for target in node.targets:
+            self.assign(target, value, node)
+
+    def _do_AnnAssign(self, node: ast.AnnAssign) -> None:
+        if node.value is not None:
+            self.assign(node.target, self.value(node.value), node)
+
+    def _do_AugAssign(self, node: ast.AugAssign) -> None:
+        load = ast.copy_location(_loaded(node.target), node.target)
+        left, right = self.value(load), self.value(node.value)
+        self.assign(node.target, self.operate(node, node.op, left, right), node)
+
+    def _do_Delete(self, node: ast.Delete) -> None:
+        for target in node.targets:
+            if isinstance(target, ast.Name):
+                self.bind(target.id, UNKNOWN)
+
+    def assign(self, target: ast.expr, value: Value, node: ast.AST) -> None:
+        """``target = value``."""
+        if isinstance(target, ast.Name):
+            self.bind(target.id, value if not (isinstance(value, Unknown) and not value.name) else Unknown(target.id))
+        elif isinstance(target, ast.Tuple | ast.List):
+            self._unpack(target.elts, value, node)
+        elif isinstance(target, ast.Starred):
+            self.assign(target.value, Items((value,), True), node)
+        elif isinstance(target, ast.Attribute):
+            self._assign_attribute(target, value, node)
+        elif isinstance(target, ast.Subscript):
+            self._assign_item(target, value, node)
+
+    def _unpack(self, targets: list[ast.expr], value: Value, node: ast.AST) -> None:
+        starred = any(isinstance(target, ast.Starred) for target in targets)
+        if isinstance(value, Items) and not value.repeats and len(value.items) == len(targets) and not starred:
+            for target, item in zip(targets, value.items, strict=True):
+                self.assign(target, item, node)
+            return
+        part: Value = element_of(value) if isinstance(value, Items) else UNKNOWN
+        if isinstance(value, Tensor):
+            part = value
+        if isinstance(value, Object) and value.kind == "lightning optimizer":
+            part = value
+        for target in targets:
+            self.assign(target, part, node)
+
+    def _assign_attribute(self, target: ast.Attribute, value: Value, node: ast.AST) -> None:
+        base = self.value(target.value)
+        self.forget(target.attr)
+        if target.attr == "grad":
+            if value == NONE:
+                self.emit("optimizer.zero_grad", node, "grad = None", base)
+            else:
+                self.emit("gradient.write", node, "grad =", base, (value,))
+        elif target.attr == "data" and isinstance(base, Tensor | Unknown):
+            self.emit("data", node, "data", base, (value,))
+        elif isinstance(base, Instance):
+            known = self.heap.get((base.ident, target.attr))
+            if known is not None and self._is_module(value) and (base.is_module or self._is_module(known)):
+                self.emit("replace", node, target.attr, base if base.is_module else known, (value,))
+            if isinstance(value, Unknown) and not value.name:
+                value = Unknown(target.attr)
+            self.heap[(base.ident, target.attr)] = value
+        elif isinstance(base, Object):
+            if base.kind == "module" and self._is_module(value):
+                self.emit("replace", node, target.attr, base, (value,))
+            self.heap[(base.ident, target.attr)] = value
+        self.emit("attribute", node, target.attr, base, (value,))
+
+    @staticmethod
+    def _is_module(value: Value) -> bool:
+        return (isinstance(value, Object) and value.kind == "module") or (isinstance(value, Instance) and value.is_module)
+
+    def _assign_item(self, target: ast.Subscript, value: Value, node: ast.AST) -> None:
+        base, index = self.value(target.value), self.value(target.slice)
+        if isinstance(base, Table):
+            key = index.value if isinstance(index, Const) else None
+            pairs = tuple(pair for pair in base.pairs if pair[0] != key or key is None)
+            self.assign(target.value, Table((*pairs, (key, value)), base.partial or key is None), node)
+            return
+        if self._is_module(base) and self._is_module(value):
+            self.emit("replace", node, "[]", base, (value,))
+        self.emit("store", node, "[]", base, (index, value))
+
+    # -- leaving --
+
+    def _do_Return(self, node: ast.Return) -> None:
+        self._returned.append(self.value(node.value))
+        self.emit("return", node)
+        raise _Return
+
+    def _do_Break(self, node: ast.Break) -> None:
+        self.emit("break", node)
+        raise _Break
+
+    def _do_Continue(self, node: ast.Continue) -> None:
+        self.emit("continue", node)
+        raise _Continue
+
+    def _do_Raise(self, node: ast.Raise) -> None:
+        if node.exc is not None:
+            self.value(node.exc)
+        raise _Raise
+
+    def _do_Assert(self, node: ast.Assert) -> None:
+        self.value(node.test)
+
+    # -- conditions --
+
+    def _do_If(self, node: ast.If) -> None:
+        truth = self.condition(node.test)
+        if truth is not None:
+            self.block(node.body if truth else node.orelse)
+            return
+        if self._only_raises(node.body):
+            self._rehearse(node.body)
+            self.block(node.orelse)
+        elif node.orelse and self._only_raises(node.orelse):
+            self.block(node.body)
+            self._rehearse(node.orelse)
+        elif self._forks(node):
+            taken = self.decide(node)
+            self.enclosing.append(self.taken[-1])
+            depth = len(self.enclosing)
+            try:
+                self.block(node.body if taken else node.orelse)
+            finally:
+                del self.enclosing[depth - 1 :]
+        else:
+            self._both(node)
+
+    def condition(self, test: ast.expr) -> bool | None:
+        """Whether a condition holds; a part that was decided before keeps its answer."""
+        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+            inner = self.condition(test.operand)
+            return None if inner is None else not inner
+        if isinstance(test, ast.BoolOp):
+            stops = isinstance(test.op, ast.Or)
+            answers = [self.condition(part) for part in test.values]
+            if stops in answers:
+                return stops
+            return (not stops) if None not in answers else self.decided.get(ast.unparse(test))
+        if isinstance(test, ast.Compare) and ast.unparse(test) in _MAIN:
+            return True
+        truth = self.truth(self.value(test))
+        return truth if truth is not None or self.quiet else self.decided.get(_plain(test))
+
+    def _forks(self, node: ast.If) -> bool:
+        if self.quiet:
+            return False
+        inside = [*node.body, *node.orelse]
+        if any(self.relevance.matters(part) for part in inside):
+            return True
+        function = self.functions[-1] if self.functions else None
+        holder = function if function is not None else self.loops[-1].node if self.loops else None
+        return any(self.relevance.leaves(part) for part in inside) and holder is not None and self.relevance.matters(holder)
+
+    def decide(self, node: ast.If | ast.While | ast.Try) -> bool:
+        """Take a side: the oracle's, or the one a training step usually takes."""
+        test = node.test if not isinstance(node, ast.Try) else None
+        text = _plain(test) if test is not None else "an exception"
+        usual = isinstance(node, ast.While) or not (isinstance(node, ast.If) and _leaves_at_once(node.body))
+        index = len(self.taken)
+        taken = self.oracle[index] if index < len(self.oracle) else usual
+        is_mode = test is not None and self._is_mode(test)
+        self.taken.append(Decision(node, text, taken, is_mode))
+        self.usual.append(usual)
+        if test is not None:
+            self._learn(test, taken)
+        return taken
+
+    def _learn(self, test: ast.expr, truth: bool) -> None:
+        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+            self._learn(test.operand, not truth)
+            return
+        self.decided[_plain(test)] = truth
+        if isinstance(test, ast.BoolOp) and truth is isinstance(test.op, ast.And):
+            for part in test.values:
+                self._learn(part, truth)
+        if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.IsNot | ast.NotEq):
+            opposite = ast.Is() if isinstance(test.ops[0], ast.IsNot) else ast.Eq()
+            self.decided[ast.unparse(ast.Compare(test.left, [opposite], test.comparators))] = not truth
+        if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.Is | ast.Eq):
+            opposite = ast.IsNot() if isinstance(test.ops[0], ast.Is) else ast.NotEq()
+            self.decided[ast.unparse(ast.Compare(test.left, [opposite], test.comparators))] = not truth
+
+    def _is_mode(self, test: ast.expr) -> bool:
+        value = None
+        if isinstance(test, ast.Name):
+            value = self.lookup(test.id)
+        if isinstance(value, Tensor):
+            return False
+        text = ast.unparse(test)
+        return not _STEPWISE.search(text) or bool(re.match(r"^[\w.]+\.(is_available|is_enabled|get|is_initialized)\(", text))
+
+    @staticmethod
+    def _only_raises(body: list[ast.stmt]) -> bool:
+        return isinstance(body[-1], ast.Raise)
+
+    def _rehearse(self, body: list[ast.stmt]) -> None:
+        """Look at the sites of a branch that does not belong to a training step."""
+        before = self.snapshot()
+        self.quiet += 1
+        returned = list(self._returned)
+        try:
+            self.block(body)
+        except _Left:
+            pass
+        finally:
+            self.quiet -= 1
+        self._returned[:] = returned
+        self.restore(before)
+
+    def _both(self, node: ast.If) -> None:
+        """Run both branches, one after the other, and keep what they agree in."""
+        before = self.snapshot()
+        left: list[_Left] = []
+        self.quiet += 1
+        try:
+            try:
+                self.block(node.body)
+            except _Left as reason:
+                left.append(reason)
+            after = self.snapshot()
+            self.restore(before)
+            try:
+                self.block(node.orelse)
+            except _Left as reason:
+                if left:
+                    raise
+                left.append(reason)
+                self.restore(after)
+                return
+        finally:
+            self.quiet -= 1
+        if not left:
+            self.merge(after)
+
+    # -- loops --
+
+    def _do_For(self, node: ast.For | ast.AsyncFor) -> None:
+        iterable = self.value(node.iter)
+        if isinstance(iterable, Items) and not iterable.repeats and 0 < len(iterable.items) <= 8 and self._are_objects(iterable):
+            for item in iterable.items:
+                self.assign(node.target, item, node)
+                try:
+                    self.block(node.body)
+                except _Continue:
+                    continue
+                except _Break:
+                    break
+            self.block(node.orelse)
+            return
+        element = element_of(iterable)
+        self._loop(node, lambda: self._next(node, element))
+
+    _do_AsyncFor = _do_For
+
+    def _next(self, node: ast.For | ast.AsyncFor, element: Value) -> None:
+        self.assign(node.target, element, node)
+
+    @staticmethod
+    def _are_objects(iterable: Items) -> bool:
+        return all(
+            isinstance(item, Object | Instance)
+            or (isinstance(item, Items) and any(isinstance(part, Object | Instance) for part in item.items))
+            for item in iterable.items
+        )
+
+    def _do_While(self, node: ast.While) -> None:
+        self._loop(node, lambda: self.condition(node.test) and None)
+
+    def _loop(self, node: ast.For | ast.AsyncFor | ast.While, advance: object) -> None:
+        assert callable(advance)
+        matters = any(self.relevance.matters(part) for part in node.body)
+        inner = any(
+            isinstance(part, ast.For | ast.While) and self.relevance.matters(part)
+            for statement in node.body
+            for part in ast.walk(statement)
+        )
+        turns = 2 if matters and not inner and not self.quiet else 1
+        outer_loops, outer_enclosing = len(self.loops), len(self.enclosing)
+        before = self.snapshot() if not matters else None
+        for turn in range(turns):
+            self.loops.append(Loop(node, turn))
+            self.emit("again" if turn else "loop", node)
+            try:
+                advance()
+                self.block(node.body)
+            except _Continue:
+                pass
+            except _Break:
+                break
+            finally:
+                del self.loops[outer_loops:]
+                del self.enclosing[outer_enclosing:]
+        self.emit("end", node)
+        if before is not None:
+            self.merge(before)
+        self.block(node.orelse)
+
+    # -- with and try --
+
+    def _do_With(self, node: ast.With | ast.AsyncWith) -> None:
+        depth = len(self.contexts)
+        for item in node.items:
+            value = self.value(item.context_expr)
+            opened = list(value.items) if isinstance(value, Items) else [value]
+            for context in opened:
+                if isinstance(context, Object) and context.kind != "no context":
+                    self.contexts.append(context)
+                    self.emit("enter", item.context_expr, context.kind, context)
+                elif isinstance(context, Method | Unknown | Name | Instance):
+                    name = getattr(context, "name", "")
+                    self.contexts.append(Object("context", name, self.ident(item.context_expr), item.context_expr))
+            if item.optional_vars is not None:
+                self.assign(item.optional_vars, value, node)
+        try:
+            self.block(node.body)
+        finally:
+            for context in reversed(self.contexts[depth:]):
+                if isinstance(context, Object):
+                    self.emit("leave", node, context.kind, context)
+            del self.contexts[depth:]
+
+    _do_AsyncWith = _do_With
+
+    def _do_Try(self, node: ast.Try) -> None:
+        try:
+            self.block(node.body)
+            self.block(node.orelse)
+        except _Raise:
+            pass
+        finally:
+            for handler in node.handlers:
+                if not self.quiet:
+                    self._rehearse(handler.body)
+            self.block(node.finalbody)
+
+    _do_TryStar = _do_Try
+
+    def _do_Match(self, node: ast.Match) -> None:
+        self.value(node.subject)
+        before = self.snapshot()
+        self.quiet += 1
+        try:
+            for case in node.cases:
+                try:
+                    self.block(case.body)
+                except _Left:
+                    pass
+        finally:
+            self.quiet -= 1
+        self.merge(before)
+
+
+_MAIN = {"__name__ == '__main__'", "'__main__' == __name__"}
+
+
+def _plain(test: ast.expr) -> str:
+    return ast.unparse(test)
+
+
+def _loaded(target: ast.expr) -> ast.expr:
+    """A target of ``+=`` as the expression that reads it."""
+    if isinstance(target, ast.Name):
+        return ast.Name(target.id, ast.Load())
+    if isinstance(target, ast.Attribute):
+        return ast.Attribute(target.value, target.attr, ast.Load())
+    assert isinstance(target, ast.Subscript)
+    return ast.Subscript(target.value, target.slice, ast.Load())
+
+
+def _leaves_at_once(body: list[ast.stmt]) -> bool:
+    return isinstance(body[-1], ast.Continue | ast.Break | ast.Return | ast.Raise)
+
+

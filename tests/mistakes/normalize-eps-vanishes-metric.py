@@ -1,0 +1,25 @@
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class MetricHead(nn.Module):
+    def __init__(self, d_in, d_out):
+        super().__init__()
+        self.project = nn.Linear(d_in, d_out, bias=False)
+
+    def forward(self, x):
+        return F.normalize(self.project(x), dim=-1)  # HS157
+
+
+def train(trunk, head, triplets):
+    opt = torch.optim.AdamW([*trunk.parameters(), *head.parameters()], lr=1e-4)
+    scaler = torch.amp.GradScaler("cuda")
+    for anchor, same, other in triplets:
+        opt.zero_grad(set_to_none=True)
+        with torch.autocast("cuda", dtype=torch.float16):
+            a, p, n = (head(trunk(t.cuda())) for t in (anchor, same, other))
+        loss = F.triplet_margin_loss(a.float(), p.float(), n.float())
+        scaler.scale(loss).backward()
+        scaler.step(opt)
+        scaler.update()
