@@ -8,9 +8,10 @@ import json
 import sys
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from halfstep import __version__
 from halfstep.errors import HalfstepError
@@ -37,7 +38,7 @@ class Cache:
 
     @staticmethod
     def key(content: bytes, file: str, codes: Collection[str]) -> str:
-        """``codes``: the rules that were looked for. The name counts, since findings carry it and its suffix decides."""
+        """``codes``: the rules that were looked for. ``file`` counts: findings carry it, its suffix says what it is."""
         digest = hashlib.blake2b(digest_size=16)
         for part in (file.encode(errors="surrogateescape"), " ".join(sorted(codes)).encode(), content):
             digest.update(len(part).to_bytes(8, "little") + part)
@@ -72,22 +73,24 @@ class Cache:
         self._is_new = False
 
 
-def _load(file: Path) -> dict[str, list]:
+def _load(file: Path) -> dict[str, list[Any]]:
     try:
         digest, _, body = file.read_text(encoding="utf-8").partition("\n")
     except (OSError, UnicodeDecodeError):
         return {}
-    # With its digest right the body is what save() wrote.
-    return json.loads(body) if digest == _digest(body) else {}
+    if digest != _digest(body):
+        return {}
+    entries: dict[str, list[Any]] = json.loads(body)
+    return entries
 
 
 def _digest(body: str) -> str:
     return hashlib.blake2b(body.encode(), digest_size=16).hexdigest()
 
 
-def _finding(row: list) -> Finding:
+def _finding(row: list[Any]) -> Finding:
     *values, edits = row
-    return Finding(*values, edits=tuple(Edit(action, Span(*span), code) for action, span, code in edits))
+    return replace(Finding(*values), edits=tuple(Edit(action, Span(*span), code) for action, span, code in edits))
 
 
 @cache

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from halfstep.lint.formats import answer, widest
+from halfstep.lint.names import canonical
 from halfstep.lint.state import State
 from halfstep.lint.values import (
     NONE,
@@ -60,7 +61,7 @@ class Expressions(State):
         if node is None:
             return NONE
         self.spend()
-        method = getattr(self, "_" + type(node).__name__, None)
+        method = getattr(self, _METHODS.get(type(node), ""), None)
         if method is not None:
             result: Value = method(node)
             return result
@@ -93,8 +94,6 @@ class Expressions(State):
     def attribute(self, base: Value, name: str, node: ast.AST) -> Value:
         """``base.name``."""
         if isinstance(base, Name):
-            from halfstep.lint.names import canonical
-
             return self._library(canonical(f"{base.qualified}.{name}"))
         if isinstance(base, Instance):
             return self._instance_attribute(base, name)
@@ -331,6 +330,8 @@ class Expressions(State):
         tags = frozenset(tag for tensor in tensors for tag in tensor.tags & _PASSED_ON)
         if not all("number" in tensor.tags for tensor in tensors):
             tags -= {"number"}
+        if name in {"add", "sub"} and not all("divided" in tensor.tags for tensor in tensors):
+            tags -= {"divided"}  # a term of a loss that is divided does not divide the loss
         other = right if isinstance(left, Tensor) else left
         scaled = next((tensor for tensor in tensors if "scaled" in tensor.tags), None)
         if name == "div" and isinstance(right, Scale):
@@ -428,6 +429,9 @@ class Expressions(State):
         return self.call(node)
 
 
+_METHODS = {
+    kind: f"_{kind.__name__}" for kind in vars(ast).values() if isinstance(kind, type) and issubclass(kind, ast.expr)
+}
 _FOLDED = {"add", "sub", "mul", "div", "floor_divide", "remainder", "pow"}
 _COMPARED: dict[str, Callable[[Const, Any], bool]] = {
     "Eq": lambda left, right: bool(left.value == right.value),

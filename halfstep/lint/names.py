@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import lru_cache
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 
@@ -121,6 +122,7 @@ class Names:
             pending.extend((child, scope) for child in reversed(list(ast.iter_child_nodes(node))))
 
 
+@lru_cache(16384)
 def canonical(name: str) -> str:
     """One name for what a library offers under several: ``torch.autocast`` and ``torch.nn.functional``."""
     for old, new in _SAME.items():

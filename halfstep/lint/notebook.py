@@ -99,13 +99,15 @@ def read_notebook(text: str) -> Notebook | None:
     content = json.loads(text)
     if not (isinstance(content, dict) and isinstance(content.get("cells"), list)):
         raise ValueError("it has no list of cells, as notebooks of format 4 have")
-    metadata = content.get("metadata") or {}
-    language = (metadata.get("language_info") or {}).get("name") or (metadata.get("kernelspec") or {}).get("language")
-    if language and language.lower() != "python":
+    metadata = _table(content, "metadata")
+    language = _table(metadata, "language_info").get("name") or _table(metadata, "kernelspec").get("language")
+    if language and str(language).lower() != "python":
         return None
     cells: list[Cell] = []
     held: list[str] = []
     for index, cell in enumerate(content["cells"]):
+        if not isinstance(cell, dict):
+            raise ValueError(f"cell {index + 1} is not an object")
         if cell.get("cell_type") == "code":
             lines = NEWLINE.split(_text(cell))
             is_python = _is_python(cell, lines)
@@ -113,17 +115,21 @@ def read_notebook(text: str) -> Notebook | None:
     return Notebook(text, tuple(cells), tuple(held))
 
 
+def _table(parent: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = parent.get(key)
+    return value if isinstance(value, dict) else {}
+
+
 def _text(cell: Mapping[str, Any]) -> str:
-    source = cell.get("source", "")
-    if isinstance(source, list):
-        source = "".join(source)
-    if not isinstance(source, str):
-        raise ValueError("the source of a cell is not text")
-    return source
+    source = cell.get("source")
+    lines: list[Any] = source if isinstance(source, list) else [source]
+    if not all(isinstance(line, str) for line in lines):
+        raise ValueError("the source of a code cell is not text")
+    return "".join(lines)
 
 
 def _is_python(cell: Mapping[str, Any], lines: list[str]) -> bool:
-    editor = (cell.get("metadata") or {}).get("vscode") or {}
+    editor = _table(_table(cell, "metadata"), "vscode")
     magic = CELL_MAGIC.match(_first(lines))
     return editor.get("languageId", "python") == "python" and (not magic or magic[1] in PYTHON_BODIES)
 

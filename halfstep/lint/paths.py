@@ -11,9 +11,9 @@ from halfstep.lint.relevance import Relevance
 from halfstep.lint.state import CutOff
 from halfstep.lint.statements import Run
 
-MAX_PATHS = 48
+MAX_PATHS = 40
 """Paths of one root, those with the fewest unusual decisions first."""
-MAX_TOTAL_WORK = 600_000
+MAX_TOTAL_WORK = 250_000
 """Nodes that all paths of a file may evaluate."""
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef
@@ -23,11 +23,11 @@ class Paths:
     """paths: every way followed. sites: every distinct event of them and of what has no order. complete: whether
     nothing was left out; a rule that concludes from the absence of something asks for it."""
 
-    def __init__(self, tree: ast.Module, names: Names) -> None:
+    def __init__(self, tree: ast.Module, names: Names, lines: list[str]) -> None:
         self.paths: list[Path] = []
         self.sites: list[Event] = []
         self.complete = True
-        self._names, self._relevance = names, Relevance(tree)
+        self._names, self._relevance = names, Relevance(tree, lines)
         self._seen: set[object] = set()
         self._work = 0
         inlined: set[ast.AST] = set()
@@ -38,7 +38,8 @@ class Paths:
         waiting = [(definition, cls) for definition, cls in functions]
         waiting.sort(key=lambda pair: pair[0].name in called)  # those that nobody names come first
         for definition, cls in waiting:
-            if definition not in inlined and not (definition.name == "__init__" and len(_methods(cls)) > 1):
+            alone = definition.name != "__init__" or len(_methods(cls)) == 1
+            if definition not in inlined and alone and definition.name in self._relevance.worth:
                 self._explore(tree, definition, cls, tree, inlined)
 
     def _explore(

@@ -12,37 +12,41 @@ _ORDER_METHODS = frozenset(
     "toggle_optimizer accumulate no_sync".split()
 )
 _ORDER_NAMES = frozenset({"clip_grad_norm_", "clip_grad_value_", "grad", "GradScaler", "autocast"})
+_OPPOSITES = {ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq}
+_EVIDENCE = re.compile(
+    r"scaler|autocast|amp\b|half|float16|fp16|bf16|backward|unscale_|zero_grad|clip_grad|training_step|accelerat|finfo"
+    r"|GradScaler|anomaly|precision|\.grad\b|normalize|masked_fill|\blog\b|optim|torch\.save|\.numpy\("
+)
+"""What a function holds, itself or in one that it calls, if any rule may have a word to say about it."""
 _LEAVES = (ast.Return, ast.Break, ast.Continue, ast.Raise)
 
 
 class Relevance:
     """Answers for one parsed module."""
 
-    def __init__(self, tree: ast.Module) -> None:
+    def __init__(self, tree: ast.Module, lines: list[str]) -> None:
         self._matters: dict[ast.AST, bool] = {}
         self._leaves: dict[ast.AST, bool] = {}
         self._assignments: dict[ast.ClassDef, dict[str, list[ast.expr]]] = {}
+        self._texts: dict[ast.AST, str] = {}
+        self._opposites: dict[ast.AST, str] = {}
         self._yields: dict[ast.AST, bool] = {}
         self._uses: dict[ast.AST, dict[str, set[str]]] = {}
         calls: dict[str, set[str]] = {}
-        relevant = set()
+        relevant, worth = set(), set()
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 called = calls.setdefault(node.name, set())
+                if _EVIDENCE.search("\n".join(lines[node.lineno - 1 : node.end_lineno])):
+                    worth.add(node.name)
                 for inner in ast.walk(node):
                     if isinstance(inner, ast.Call):
                         called.add(_called(inner))
                     if _orders(inner):
                         relevant.add(node.name)
-        # A function matters when one that it calls does.
-        changed = True
-        while changed:
-            changed = False
-            for name, called in calls.items():
-                if name not in relevant and called & relevant:
-                    relevant.add(name)
-                    changed = True
-        self.functions = frozenset(relevant)
+        self.functions = _with_callers(relevant, calls)
+        self.worth = _with_callers(worth, calls)
+        """The names of functions that a rule may have a word to say about."""
 
     def self_assignments(self, cls: ast.ClassDef) -> dict[str, list[ast.expr]]:
         """Every ``self.name = value`` in the methods of a class."""
@@ -95,10 +99,35 @@ class Relevance:
             self._yields[function] = bool(inner)
         return self._yields[function]
 
+    def text(self, test: ast.AST) -> str:
+        """A condition as text, by which its answer is remembered."""
+        if test not in self._texts:
+            self._texts[test] = ast.unparse(test)
+        return self._texts[test]
+
+    def opposite(self, test: ast.Compare) -> str | None:
+        """The text of ``a is not b`` for ``a is b``, and the like; None for another comparison."""
+        swapped = _OPPOSITES.get(type(test.ops[0])) if len(test.ops) == 1 else None
+        if swapped is None:
+            return None
+        if test not in self._opposites:
+            self._opposites[test] = ast.unparse(ast.Compare(test.left, [swapped()], test.comparators))
+        return self._opposites[test]
+
     @staticmethod
     @lru_cache(4096)
     def words(text: str) -> frozenset[str]:
         return frozenset(re.findall(r"\w+", text))
+
+
+def _with_callers(names: set[str], calls: dict[str, set[str]]) -> frozenset[str]:
+    """``names``, and every function that calls one of them, also through others."""
+    changed = True
+    while changed:
+        new = {name for name, called in calls.items() if name not in names and called & names}
+        names |= new
+        changed = bool(new)
+    return frozenset(names)
 
 
 def _called(call: ast.Call) -> str:

@@ -127,7 +127,7 @@ def _fix(finding: Finding, before: Sequence[str], after: Sequence[str], root: Pa
 def _replacement(
     before: Sequence[str], after: Sequence[str], begin: int, end: int, new_begin: int, new_end: int
 ) -> dict[str, Any]:
-    """Lines ``begin`` to ``end``, from 0, become others. The last line has no end of line, so one before it goes too."""
+    """The lines from ``begin`` to ``end``, counted from 0, become others. Nothing ends the last line of a file."""
     region = {"startLine": begin + 1, "startColumn": 1, "endLine": end + 1, "endColumn": 1}
     text = "".join(f"{line}\n" for line in after[new_begin:new_end])
     if end == len(before):

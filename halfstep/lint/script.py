@@ -27,7 +27,7 @@ class Script:
 
     @cached_property
     def _followed(self) -> Paths:
-        return Paths(self.tree, self.names)
+        return Paths(self.tree, self.names, self.lines)
 
     @property
     def paths(self) -> list[Path]:

@@ -281,11 +281,11 @@ class Run(Calls):
             answers = [self.condition(part) for part in test.values]
             if stops in answers:
                 return stops
-            return (not stops) if None not in answers else self.decided.get(ast.unparse(test))
-        if isinstance(test, ast.Compare) and ast.unparse(test) in _MAIN:
+            return (not stops) if None not in answers else self.decided.get(self.relevance.text(test))
+        if isinstance(test, ast.Compare) and self.relevance.text(test) in _MAIN:
             return True
         truth = self.truth(self.value(test))
-        return truth if truth is not None or self.quiet else self.decided.get(_plain(test))
+        return truth if truth is not None or self.quiet else self.decided.get(self.relevance.text(test))
 
     def _forks(self, node: ast.If) -> bool:
         if self.quiet:
@@ -300,7 +300,7 @@ class Run(Calls):
     def decide(self, node: ast.If | ast.While | ast.Try) -> bool:
         """Take a side: the oracle's, or the one a training step usually takes."""
         test = node.test if not isinstance(node, ast.Try) else None
-        text = _plain(test) if test is not None else "an exception"
+        text = self.relevance.text(test) if test is not None else "an exception"
         usual = isinstance(node, ast.While) or not (isinstance(node, ast.If) and _leaves_at_once(node.body))
         index = len(self.taken)
         taken = self.oracle[index] if index < len(self.oracle) else usual
@@ -315,16 +315,13 @@ class Run(Calls):
         if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
             self._learn(test.operand, not truth)
             return
-        self.decided[_plain(test)] = truth
+        self.decided[self.relevance.text(test)] = truth
         if isinstance(test, ast.BoolOp) and truth is isinstance(test.op, ast.And):
             for part in test.values:
                 self._learn(part, truth)
-        if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.IsNot | ast.NotEq):
-            opposite = ast.Is() if isinstance(test.ops[0], ast.IsNot) else ast.Eq()
-            self.decided[ast.unparse(ast.Compare(test.left, [opposite], test.comparators))] = not truth
-        if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.Is | ast.Eq):
-            opposite = ast.IsNot() if isinstance(test.ops[0], ast.Is) else ast.NotEq()
-            self.decided[ast.unparse(ast.Compare(test.left, [opposite], test.comparators))] = not truth
+        opposite = self.relevance.opposite(test) if isinstance(test, ast.Compare) else None
+        if opposite is not None:
+            self.decided[opposite] = not truth
 
     def _is_mode(self, test: ast.expr) -> bool:
         value = None
@@ -332,7 +329,7 @@ class Run(Calls):
             value = self.lookup(test.id)
         if isinstance(value, Tensor):
             return False
-        text = ast.unparse(test)
+        text = self.relevance.text(test)
         return not _STEPWISE.search(text) or bool(re.match(r"^[\w.]+\.(is_available|is_enabled|get|is_initialized)\(", text))
 
     @staticmethod
@@ -497,10 +494,6 @@ class Run(Calls):
 
 
 _MAIN = {"__name__ == '__main__'", "'__main__' == __name__"}
-
-
-def _plain(test: ast.expr) -> str:
-    return ast.unparse(test)
 
 
 def _loaded(target: ast.expr) -> ast.expr:
