@@ -142,21 +142,19 @@ class Expressions(State):
     def _class_attribute(self, cls: ast.ClassDef, name: str, owner: Instance | None) -> Value | None:
         """A method, a class-level value, or what another method assigns to ``self.name``."""
         for ancestor in self.mro(cls):
-            for statement in ancestor.body:
-                if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef) and statement.name == name:
-                    function = Function(statement, owner)
-                    words = {getattr(d, "id", getattr(d, "attr", "")) for d in statement.decorator_list}
-                    if words & {"property", "cached_property"} and owner is not None:
-                        return self.call_function(function, (), (), statement)
-                    return Function(statement, None) if "staticmethod" in words else function
-                if isinstance(statement, ast.Assign) and any(
-                    isinstance(target, ast.Name) and target.id == name for target in statement.targets
-                ):
-                    return self.value(statement.value)
-                if isinstance(statement, ast.AnnAssign) and getattr(statement.target, "id", "") == name:
-                    # A field that its caller sets; its default is what a call without it takes.
-                    default = self.value(statement.value) if statement.value is not None else UNKNOWN
-                    return Unknown(name) if isinstance(default, Const) else default
+            statement = self.relevance.members(ancestor).get(name)
+            if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
+                function = Function(statement, owner)
+                words = {getattr(d, "id", getattr(d, "attr", "")) for d in statement.decorator_list}
+                if words & {"property", "cached_property"} and owner is not None:
+                    return self.call_function(function, (), (), statement)
+                return Function(statement, None) if "staticmethod" in words else function
+            if isinstance(statement, ast.Assign):
+                return self.value(statement.value)
+            if isinstance(statement, ast.AnnAssign):
+                # A field that its caller sets; its default is what a call without it takes.
+                default = self.value(statement.value) if statement.value is not None else UNKNOWN
+                return Unknown(name) if isinstance(default, Const) else default
         return self._assigned_elsewhere(cls, name, owner)
 
     def _assigned_elsewhere(self, cls: ast.ClassDef, name: str, owner: Instance | None) -> Value | None:

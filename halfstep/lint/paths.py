@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ast
 from collections import deque
+from contextlib import suppress
 
 from halfstep.lint.event import Event, Path
 from halfstep.lint.names import Names
 from halfstep.lint.relevance import Relevance
-from halfstep.lint.state import CutOff
+from halfstep.lint.state import CutOff, State
 from halfstep.lint.statements import Run
 
 MAX_PATHS = 40
@@ -31,7 +32,10 @@ class Paths:
         self._seen: set[object] = set()
         self._work = 0
         inlined: set[ast.AST] = set()
-        self._explore(tree, None, None, tree, inlined)
+        self._explore(tree, None, None, None, inlined)
+        base = Run(names, self._relevance)
+        with suppress(CutOff, RecursionError):
+            base.definitions(tree.body)
         # What nothing has called is called from outside. A later one may be called by an earlier one.
         functions, classes = _definitions(tree)
         called = _called_names(tree)
@@ -40,12 +44,17 @@ class Paths:
         for definition, cls in waiting:
             alone = definition.name != "__init__" or len(_methods(cls)) == 1
             if definition not in inlined and alone and definition.name in self._relevance.worth:
-                self._explore(tree, definition, cls, tree, inlined)
+                self._explore(tree, definition, cls, base, inlined)
 
     def _explore(
-        self, tree: ast.Module, definition: Definition | None, cls: ast.ClassDef | None, root: ast.Module, inlined: set[ast.AST]
+        self,
+        tree: ast.Module,
+        definition: Definition | None,
+        cls: ast.ClassDef | None,
+        base: State | None,
+        inlined: set[ast.AST],
     ) -> None:
-        node: ast.AST = definition if definition is not None else root
+        root: ast.AST = tree if definition is None else definition
         todo: deque[tuple[tuple[bool, ...], int]] = deque([((), 0)])
         num_paths = 0
         while todo:
@@ -53,15 +62,18 @@ class Paths:
                 self.complete = False
                 return
             oracle, free_from = todo.popleft()
-            run = Run(self._names, self._relevance, oracle)
+            run = Run(self._names, self._relevance, oracle, base)
             try:
-                self._run(run, tree, definition, cls)
+                if definition is None:
+                    run.module(tree.body)
+                else:
+                    run.function(definition, cls)
             except (CutOff, RecursionError):
                 self.complete = False
             num_paths += 1
             self._work += run.work
             inlined |= run.inlined
-            self.paths.append(Path(node, tuple(run.events), tuple(run.taken)))
+            self.paths.append(Path(root, tuple(run.events), tuple(run.taken)))
             for key, event in run.sites.items():
                 if key not in self._seen:
                     self._seen.add(key)
@@ -69,13 +81,6 @@ class Paths:
             taken = tuple(decision.taken for decision in run.taken)
             for index in range(free_from, len(taken)):
                 todo.append(((*taken[:index], not taken[index]), index + 1))
-
-    def _run(self, run: Run, tree: ast.Module, definition: Definition | None, cls: ast.ClassDef | None) -> None:
-        if definition is None:
-            run.module(tree.body)
-        else:
-            run.definitions(tree.body)
-            run.function(definition, cls)
 
 
 def _definitions(tree: ast.Module) -> tuple[list[tuple[Definition, ast.ClassDef | None]], list[ast.ClassDef]]:

@@ -30,6 +30,8 @@ class Relevance:
         self._assignments: dict[ast.ClassDef, dict[str, list[ast.expr]]] = {}
         self._texts: dict[ast.AST, str] = {}
         self._opposites: dict[ast.AST, str] = {}
+        self._members: dict[ast.ClassDef, dict[str, ast.stmt]] = {}
+        self._holds_loop: dict[ast.AST, bool] = {}
         self._yields: dict[ast.AST, bool] = {}
         self._uses: dict[ast.AST, dict[str, set[str]]] = {}
         calls: dict[str, set[str]] = {}
@@ -59,6 +61,32 @@ class Relevance:
                             found.setdefault(target.attr, []).append(node.value)
             self._assignments[cls] = found
         return self._assignments[cls]
+
+    def members(self, cls: ast.ClassDef) -> dict[str, ast.stmt]:
+        """The first definition, assignment or field of each name in the body of a class."""
+        if cls not in self._members:
+            found: dict[str, ast.stmt] = {}
+            for statement in cls.body:
+                if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
+                    found.setdefault(statement.name, statement)
+                elif isinstance(statement, ast.Assign):
+                    for target in statement.targets:
+                        if isinstance(target, ast.Name):
+                            found.setdefault(target.id, statement)
+                elif isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+                    found.setdefault(statement.target.id, statement)
+            self._members[cls] = found
+        return self._members[cls]
+
+    def holds_loop(self, loop: ast.For | ast.AsyncFor | ast.While) -> bool:
+        """Whether a loop holds another one that matters."""
+        if loop not in self._holds_loop:
+            self._holds_loop[loop] = any(
+                isinstance(part, ast.For | ast.While) and self.matters(part)
+                for statement in loop.body
+                for part in ast.walk(statement)
+            )
+        return self._holds_loop[loop]
 
     def uses(self, function: ast.AST) -> dict[str, set[str]]:
         """The attributes that a function reads of each of its names; ``()`` where it calls the name itself."""

@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.errors import HalfstepError
-from halfstep.lint.catalogue import catalogue, did_you_mean
+from halfstep.lint.catalogue import CANNOT_PARSE, LINT_FAILED, catalogue, did_you_mean
 from halfstep.lint.rule import Rule
 
 TABLE = "[tool.halfstep.lint]"
 LISTS = ("select", "ignore", "exclude")
 BY_FILE = "per-file-ignores"
+UNASKED = frozenset({CANNOT_PARSE.code, LINT_FAILED.code})
+"""Whoever selects some rules still wants to know that a file was not looked at. ``ignore`` holds for these too."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +43,11 @@ class Settings:
     def codes(self) -> frozenset[str]:
         """What is looked for. Where both lists match a rule the longer selector wins, and ``ignore`` wins a tie."""
         return frozenset(
-            rule.code
-            for rule in catalogue().values()
-            if (1 if self.select is None else _strength(self.select, rule)) > _strength(self.ignore, rule)
+            rule.code for rule in catalogue().values() if self._wish_for(rule) > _strength(self.ignore, rule)
         )
+
+    def _wish_for(self, rule: Rule) -> int:
+        return max(int(self.select is None or rule.code in UNASKED), _strength(self.select or (), rule))
 
     def codes_for(self, file: Path) -> frozenset[str]:
         """The codes that are looked for in ``file``."""

@@ -32,16 +32,22 @@ Snapshot = tuple[dict[str, Value], dict[tuple[Ident, str], Value], dict[Ident, f
 
 
 class State:
-    """One path in the making. ``oracle``: the first decisions to take; later ones take their usual side."""
+    """One path in the making.
 
-    def __init__(self, names: Names, relevance: Relevance, oracle: tuple[bool, ...] = ()) -> None:
+    oracle: the first decisions to take; later ones take their usual side. base: a state whose globals and objects this
+    one begins with.
+    """
+
+    def __init__(
+        self, names: Names, relevance: Relevance, oracle: tuple[bool, ...] = (), base: State | None = None
+    ) -> None:
         self.names, self.relevance, self.oracle = names, relevance, oracle
-        self.frames: list[Frame] = [Frame()]
+        self.frames: list[Frame] = [Frame()] if base is None else [Frame(dict(base.frames[0].values)), *base.frames[1:]]
         self.frame = 0
-        self.heap: dict[tuple[Ident, str], Value] = {}
-        self.formats: dict[Ident, frozenset[str]] = {}
+        self.heap: dict[tuple[Ident, str], Value] = {} if base is None else dict(base.heap)
+        self.formats: dict[Ident, frozenset[str]] = {} if base is None else dict(base.formats)
         """The formats of the weights of a module; an absent one has never been cast here."""
-        self.frozen: set[Ident] = set()
+        self.frozen: set[Ident] = set() if base is None else set(base.frozen)
         self.contexts: list[Object] = []
         self.loops: list[Loop] = []
         self.calls: list[ast.AST] = []
@@ -49,7 +55,6 @@ class State:
         self.enclosing: list[Decision] = []
         self.decided: dict[str, bool] = {}
         self.taken: list[Decision] = []
-        self.usual: list[bool] = []
         self.updates: dict[Ident, int] = {}
         self.events: list[Event] = []
         self.sites: dict[object, Event] = {}

@@ -87,8 +87,6 @@ class Run(Calls):
                 with suppress(_Left):
                     self.block([statement])
         self.quiet -= 1
-        self.inlined.clear()
-        self.sites.clear()
 
     def function(self, definition: ast.FunctionDef | ast.AsyncFunctionDef, cls: ast.ClassDef | None) -> None:
         """Run a function that nothing in the source calls; a method after its class's ``__init__``."""
@@ -306,7 +304,6 @@ class Run(Calls):
         taken = self.oracle[index] if index < len(self.oracle) else usual
         is_mode = test is not None and self._is_mode(test)
         self.taken.append(Decision(node, text, taken, is_mode))
-        self.usual.append(usual)
         if test is not None:
             self._learn(test, taken)
         return taken
@@ -412,12 +409,7 @@ class Run(Calls):
     def _loop(self, node: ast.For | ast.AsyncFor | ast.While, advance: object) -> None:
         assert callable(advance)
         matters = any(self.relevance.matters(part) for part in node.body)
-        inner = any(
-            isinstance(part, ast.For | ast.While) and self.relevance.matters(part)
-            for statement in node.body
-            for part in ast.walk(statement)
-        )
-        turns = 2 if matters and not inner and not self.quiet else 1
+        turns = 2 if matters and not self.relevance.holds_loop(node) and not self.quiet else 1
         outer_loops, outer_enclosing = len(self.loops), len(self.enclosing)
         before = self.snapshot() if not matters else None
         for turn in range(turns):

@@ -1,0 +1,76 @@
+"""A file after its rewrites: what would stand in it, the difference, and putting it there."""
+
+from __future__ import annotations
+
+import difflib
+import io
+import os
+import tokenize
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+
+from halfstep.files import write_whole
+from halfstep.lint.notebook import read_notebook
+
+Rewrite = Callable[[str, str], "Rewritten"]
+"""(Python source, file) to what becomes of it."""
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """source: the Python after it. num_fixed: findings that are mended. refused: a line for each fix that was not done."""
+
+    source: str
+    num_fixed: int = 0
+    refused: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Mended:
+    """before and after: the whole text of ``file``."""
+
+    file: str
+    before: str
+    after: str
+    num_fixed: int = 0
+    refused: Sequence[str] = ()
+
+    @property
+    def changed(self) -> bool:
+        return self.before != self.after
+
+    def difference(self) -> str:
+        """As ``diff -u`` and ``patch`` know it."""
+        before, after = (io.StringIO(text, newline="").readlines() for text in (self.before, self.after))
+        lines = difflib.unified_diff(before, after, self.file, self.file)
+        return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
+
+    def write(self) -> None:
+        """Puts it into the file, in the file's own encoding and with its own rights; a link stays one."""
+        path = Path(self.file).resolve()
+        content, mode = path.read_bytes(), os.stat(path).st_mode
+        encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)
+        write_whole(path, self.after.encode(encoding))
+        os.chmod(path, mode)
+
+
+def mend(text: str, file: str, rewrites: Sequence[Rewrite]) -> Mended:
+    """``text`` after each of ``rewrites``. In a notebook they see its cells as one module; other JSON stays as it is."""
+    suffix = PurePath(file).suffix
+    notebook = read_notebook(text) if suffix == ".ipynb" else None
+    if suffix == ".json" or (suffix == ".ipynb" and notebook is None):
+        return Mended(file, text, text)
+    source = notebook.source if notebook else text
+    num_fixed, refused = 0, []
+    for rewrite in rewrites:
+        rewritten = rewrite(source, file)
+        source = rewritten.source
+        num_fixed += rewritten.num_fixed
+        refused += rewritten.refused
+    if notebook is None:
+        return Mended(file, text, source, num_fixed, refused)
+    try:
+        return Mended(file, text, notebook.with_source(source), num_fixed, refused)
+    except ValueError as error:
+        return Mended(file, text, text, 0, [f"{file}: nothing was changed, {error}"])
