@@ -68,7 +68,7 @@ class Cache:
             write_whole(self.directory / ".gitignore", "*\n")
             write_whole(self.file, f"{_digest(body)}\n{body}")
             for other in self.directory.glob("lint-*.json"):
-                if other.stat().st_mtime < time.time() - NUM_DAYS_KEPT * 86400:
+                if other != self.file and other.stat().st_mtime < time.time() - NUM_DAYS_KEPT * 86400:
                     other.unlink()
         self._is_new = False
 

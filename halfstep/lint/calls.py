@@ -38,6 +38,7 @@ _SAME_MODULE = frozenset(
     "train eval cuda cpu requires_grad_ apply share_memory to_empty compile half float bfloat16 double to xpu "
     "gradient_checkpointing_enable enable_input_require_grads set_default_dtype".split()
 )
+_GRIDS = frozenset({"arange", "linspace", "logspace", "randint", "randperm"})
 _LIKE = frozenset({"zeros_like", "ones_like", "rand_like", "randn_like", "empty_like", "full_like"})
 _ORDERED = {
     "scaler": {"scale", "step", "update", "unscale_", "get_scale", "state_dict", "load_state_dict"},
@@ -580,7 +581,7 @@ class Calls(Expressions):
         dtype = dict(keywords).get("dtype")
         usual = {"arange": "int", "randint": "int", "randperm": "int"}.get(name, "fp32")
         formats = format_of(dtype) if dtype is not None else frozenset({usual})
-        tags = {"literal"}
+        tags = {"literal", *({"grid"} if name in _GRIDS else ())}
         if name in {"tensor", "as_tensor", "from_numpy"}:
             formats = format_of(dtype) if dtype is not None else frozenset()
             if any(isinstance(arg, Tensor) and arg.tags & {"number", "forward", "loss"} for arg in args):
@@ -609,11 +610,11 @@ class Calls(Expressions):
         elif name in {"list", "tuple", "iter", "reversed", "sorted", "set"}:
             result = first
         elif name == "enumerate":
-            result = Items((Items((Unknown("index"), element_of(first))),), repeats=True)
+            result = Items((Items((Unknown("index"), self.element(first))),), repeats=True)
         elif name == "zip":
-            result = Items((Items(tuple(element_of(arg) for arg in args)),), repeats=True)
+            result = Items((Items(tuple(self.element(arg) for arg in args)),), repeats=True)
         elif name in {"sum", "max", "min", "abs", "round", "pow"}:
-            value = element_of(first) if isinstance(first, Items) else first
+            value = self.element(first) if isinstance(first, Items) else first
             if isinstance(value, Tensor):
                 result = self._operation({"sum": "add", "max": "max", "min": "min"}.get(name, name), (value,), (), node)
         elif name == "getattr" and len(args) > 1 and isinstance(args[1], Const) and isinstance(args[1].value, str):
@@ -627,7 +628,7 @@ class Calls(Expressions):
         elif name == "dict":
             result = Table(tuple((k, v) for k, v in keywords if k != "**"), any(k == "**" for k, _ in keywords) or bool(args))
         elif name == "next":
-            result = element_of(first)
+            result = self.element(first)
         elif name == "super":
             owner = self.frames[self.frame].owner
             result = Object("super", "", (), node, (owner,)) if owner is not None else UNKNOWN
@@ -635,7 +636,7 @@ class Calls(Expressions):
         return result
 
 
-_THROUGH = frozenset({"forward", "divided", "scaled", "gradient", "loss", "detached", "assumed", "autograd", "mask", "rebuilt"})
+_THROUGH = frozenset({"forward", "divided", "scaled", "gradient", "loss", "detached", "assumed", "autograd", "mask", "rebuilt", "grid"})
 _TENSOR_ALONE = frozenset(
     "backward unsqueeze masked_fill masked_fill_ softmax log_softmax detach half bfloat16 requires_grad_ view_as "
     "bmm matmul sigmoid rsqrt clamp_min log_ logsumexp numpy".split()

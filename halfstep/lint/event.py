@@ -90,12 +90,14 @@ class Path:
     """One way through a root: the module's own code, or a function that nothing in the file calls.
 
     events: those of the step and its order; what happens to values alone is in ``Script.sites``. decisions: what the
-    path takes every open condition for, in order. complete: False when it was cut off (too long).
+    path takes every open condition for, in order. before: for a function, what the module's own code did before any
+    call: the objects that it made, in order, whichever branch made them.
     """
 
     root: ast.AST = field(repr=False)
     events: tuple[Event, ...]
     decisions: tuple[Decision, ...]
+    before: tuple[Event, ...] = field(default=(), repr=False)
 
     def __iter__(self) -> Iterator[Event]:
         return iter(self.events)

@@ -6,6 +6,7 @@ import ast
 import builtins
 import math
 import operator
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -272,7 +273,7 @@ class Expressions(State):
         element = self.value(node.elt)
         if isinstance(element, Tensor) and "parameter" in element.tags:
             text = " ".join(ast.unparse(test) for generator in node.generators for test in generator.ifs)
-            return Parameters(element.of, "requires_grad" in text)
+            return Parameters(element.of, _chosen(text))
         return Items((element,), repeats=True)
 
     _GeneratorExp = _ListComp
@@ -285,9 +286,18 @@ class Expressions(State):
 
     def _comprehend(self, generators: list[ast.comprehension]) -> None:
         for generator in generators:
-            self.assign(generator.target, element_of(self.value(generator.iter)), generator.target)
+            self.assign(generator.target, self.element(self.value(generator.iter)), generator.target)
             for test in generator.ifs:
                 self.value(test)
+
+    def element(self, iterable: Value) -> Value:
+        """What iterating gives; a parameter has the format of its module's weights."""
+        element = element_of(iterable)
+        if isinstance(iterable, Parameters) and isinstance(element, Tensor):
+            known = [self.formats.get(ident, frozenset()) for ident in iterable.of]
+            if known and all(known):
+                return element.in_formats(frozenset().union(*known))
+        return element
 
     def assign(self, target: ast.expr, value: Value, node: ast.AST) -> None:
         raise NotImplementedError
@@ -332,13 +342,14 @@ class Expressions(State):
             tags -= {"divided"}  # a term of a loss that is divided does not divide the loss
         other = right if isinstance(left, Tensor) else left
         scaled = next((tensor for tensor in tensors if "scaled" in tensor.tags), None)
+        if name in {"add", "sub", "floor_divide"} or (name == "mul" and not _is_small(left) and not _is_small(right)):
+            tags |= frozenset(tag for tensor in tensors for tag in tensor.tags & {"grid"})
         if name == "div" and isinstance(right, Scale):
             tags -= {"scaled"}
         elif name == "div" and isinstance(left, Tensor):
             tags |= {"divided"}
         elif name == "mul" and not isinstance(other, Tensor):
-            small = isinstance(other, Const) and isinstance(other.value, int | float) and abs(other.value) < 1
-            tags |= {"divided"} if small else set() if isinstance(other, Const) else {"weighted"}
+            tags |= {"divided"} if _is_small(other) else set() if isinstance(other, Const) else {"weighted"}
         scaler, updates = (scaled.scaler, scaled.updates) if scaled is not None and "scaled" in tags else (None, 0)
         of = frozenset(ident for tensor in tensors for ident in tensor.of)
         return Tensor(formats, tags, scaler, updates, of, node)
@@ -443,6 +454,18 @@ _COMPARED: dict[str, Callable[[Const, Any], bool]] = {
 }
 
 
+def _chosen(text: str) -> str:
+    """Which parameters a condition of a comprehension keeps."""
+    if "requires_grad" not in text:
+        return ""
+    return "frozen" if re.search(r"not \w+\.requires_grad|requires_grad (is|==) False", text) else "trainable"
+
+
+def _is_small(value: Value) -> bool:
+    """Whether it is a number that makes a product smaller, as the inverse of a count does."""
+    return isinstance(value, Const) and isinstance(value.value, int | float) and abs(value.value) < 1
+
+
 def _contains(container: Const | Items, element: Const) -> bool:
     return element in container.items if isinstance(container, Items) else element.value in container.value
 
@@ -457,7 +480,7 @@ def element_of(iterable: Value) -> Value:
             result = join(result, item)
         return result
     if isinstance(iterable, Parameters):
-        return Tensor(frozenset(), frozenset({"parameter"}), of=iterable.of)
+        return Tensor(frozenset(), frozenset({"parameter", *({"frozen"} & {iterable.only})}), of=iterable.of)
     if isinstance(iterable, Tensor):
         return iterable
     if isinstance(iterable, Object) and iterable.kind == "module":

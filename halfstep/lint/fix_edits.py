@@ -187,10 +187,12 @@ class _Editor(cst.CSTTransformer):
                 if edit.action == "before":
                     end_line()
                     rows += [_Row(statement, is_own=False) for statement in _statements(edit.code)]
-            for statement in _statements(instead[0].code) if instead else [new]:
+            for index, statement in enumerate(_statements(instead[0].code) if instead else [new]):
+                if index:
+                    end_line()
                 if isinstance(statement, cst.BaseSmallStatement):
                     line.append(statement)
-                elif isinstance(statement, cst.SimpleStatementLine) and not statement.leading_lines:
+                elif _is_plain_line(statement):
                     line += statement.body
                 else:
                     end_line()
@@ -201,6 +203,11 @@ class _Editor(cst.CSTTransformer):
                     rows += [_Row(statement, is_own=False) for statement in _statements(edit.code)]
         end_line()
         return rows
+
+
+def _is_plain_line(statement: cst.BaseStatement) -> bool:
+    is_line = isinstance(statement, cst.SimpleStatementLine)
+    return is_line and not statement.leading_lines and statement.trailing_whitespace.comment is None
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ Rewrite = Callable[[str, str], "Rewritten"]
 
 @dataclass(frozen=True)
 class Rewritten:
-    """source: the Python after it. num_fixed: findings that are mended. refused: a line for each fix that was not done."""
+    """source: the Python after it. num_fixed: findings that are mended. refused: a line for each fix not done."""
 
     source: str
     num_fixed: int = 0
@@ -56,13 +56,13 @@ class Mended:
 
 
 def mend(text: str, file: str, rewrites: Sequence[Rewrite]) -> Mended:
-    """``text`` after each of ``rewrites``. In a notebook they see its cells as one module; other JSON stays as it is."""
+    """``text`` after ``rewrites``. Of a notebook they see the cells as one module; other JSON stays as it is."""
     suffix = PurePath(file).suffix
     notebook = read_notebook(text) if suffix == ".ipynb" else None
     if suffix == ".json" or (suffix == ".ipynb" and notebook is None):
         return Mended(file, text, text)
     source = notebook.source if notebook else text
-    num_fixed, refused = 0, []
+    num_fixed, refused = 0, list[str]()
     for rewrite in rewrites:
         rewritten = rewrite(source, file)
         source = rewritten.source

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ast
-import re
 from dataclasses import dataclass
 from typing import Literal
 
+from halfstep.lint.offsets import Offsets
 from halfstep.lint.script import Script
 
 REFERENCE = "https://docs.pytorch.org/docs/stable/amp.html"
@@ -68,38 +68,38 @@ def migrated_call(script: Script, call: ast.Call, function: str, migration: Migr
     is_starred = any(isinstance(arg, ast.Starred) for arg in call.args)
     if is_starred and (migration.renamed or migration.passed == "keyword"):
         return None
-    text = script.text
-    span, function_span = script.span(call), script.span(call.func)
-    start, end = script.offset(span.line, span.column), script.offset(span.end_line, span.end_column)
-    begins = _begins(script, call, text.index("(", script.offset(function_span.end_line, function_span.end_column)))
-    if begins is None or len(call.args) > len(migration.renamed or call.args):
+    text, offsets = script.text, Offsets(script.text)
+    done, end = offsets.end(script.span(call.func)), offsets.end(script.span(call))
+    begins = _begins(script, offsets, call, text.index("(", done) + 1)
+    if begins is None or (migration.renamed and len(call.args) > len(migration.renamed)):
         return None
-    device = f'"{migration.device}"'
+    device, comma = f'"{migration.device}"', ", " if call.args or call.keywords else ""
     inserted = [(at, f"{name}=") for at, name in zip(begins[1:], migration.renamed, strict=False)]
     if migration.passed == "first":
-        inserted.insert(0, (begins[0], f"{device}, " if call.args or call.keywords else device))
+        inserted.insert(0, (begins[0], device + comma))
     elif call.args:
-        last = script.span(call.args[-1])
-        inserted.append((script.offset(last.end_line, last.end_column), f", device_type={device}"))
+        inserted.append((offsets.end(script.span(call.args[-1])), f", device_type={device}"))
     else:
-        inserted.append((begins[0], f"device_type={device}{', ' if call.keywords else ''}"))
-    pieces, done = [function], script.offset(function_span.end_line, function_span.end_column)
+        inserted.append((begins[0], f"device_type={device}{comma}"))
+    pieces = [function]
     for at, code in inserted:
         pieces += [text[done:at], code]
         done = at
-    return "".join([*pieces, text[done:end]]) if start >= 0 else None
+    return "".join([*pieces, text[done:end]])
 
 
-def _begins(script: Script, call: ast.Call, parenthesis: int) -> list[int] | None:
-    """Where the first argument goes, and where each positional one begins; None with comments or parentheses there."""
+def _begins(script: Script, offsets: Offsets, call: ast.Call, inside: int) -> list[int] | None:
+    """Where a new first argument goes, and where each positional one begins.
+
+    None when comments or parentheses stand in between. ``inside``: the offset after the call's parenthesis.
+    """
     text = script.text
-    at = parenthesis + 1
-    begins = [at + len(re.match(r"\s*", text[at:])[0])] if call.args or call.keywords else [at]  # type: ignore[index]
+    begins = [inside]
+    if call.args or call.keywords:
+        begins[0] += len(text[inside:]) - len(text[inside:].lstrip())
     for arg in call.args:
-        span = script.span(arg)
-        begin = script.offset(span.line, span.column)
-        if not re.fullmatch(r"[\s,]*", text[at:begin]):
+        begins.append(offsets.begin(script.span(arg)))
+        if text[inside : begins[-1]].strip(" \t\r\n,"):
             return None
-        begins.append(begin)
-        at = script.offset(span.end_line, span.end_column)
+        inside = offsets.end(script.span(arg))
     return None if text.startswith("#", begins[0]) else begins

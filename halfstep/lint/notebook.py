@@ -84,12 +84,12 @@ class Notebook:
 
     def _restored(self, before: list[str], after: list[str]) -> list[str]:
         """The lines of an edited cell, with its magics in their places."""
-        if [_held_at(line) for line in before if HOLDER in line] != [
-            _held_at(line) for line in after if HOLDER in line
-        ]:
+        holders = [line for line in before if HOLDER in line]
+        if [_held_at(line) for line in holders] != [_held_at(line) for line in after if HOLDER in line]:
             raise ValueError("the edit touches a magic")
+        rest = iter(holders)
         return [
-            line[: len(line) - len(line.lstrip())] + self.held[_held_at(line)].lstrip() if HOLDER in line else line
+            _indent(line) + self.held[_held_at(line)].removeprefix(_indent(next(rest))) if HOLDER in line else line
             for line in after
         ]
 
@@ -183,6 +183,10 @@ def _open_after(line: str, depth: int, quote: str) -> tuple[int, str, bool]:
 
 def _first(lines: list[str] | tuple[str, ...]) -> str:
     return next((line for line in lines if line.strip()), "")
+
+
+def _indent(line: str) -> str:
+    return line[: len(line) - len(line.lstrip())]
 
 
 def _held_at(line: str) -> int:

@@ -55,6 +55,7 @@ class Paths:
         inlined: set[ast.AST],
     ) -> None:
         root: ast.AST = tree if definition is None else definition
+        before = () if base is None else tuple(base.sites.values())
         todo: deque[tuple[tuple[bool, ...], int]] = deque([((), 0)])
         num_paths = 0
         while todo:
@@ -73,7 +74,7 @@ class Paths:
             num_paths += 1
             self._work += run.work
             inlined |= run.inlined
-            self.paths.append(Path(root, tuple(run.events), tuple(run.taken)))
+            self.paths.append(Path(root, tuple(run.events), tuple(run.taken), before))
             for key, event in run.sites.items():
                 if key not in self._seen:
                     self._seen.add(key)

@@ -44,6 +44,10 @@ class Script:
         """Whether every path was followed; a rule that concludes from an absence asks."""
         return self._followed.complete
 
+    def has(self, what: str) -> bool:
+        """Whether an event of this kind happens anywhere."""
+        return any(event.what == what for event in self.sites)
+
     def walk(self, *kinds: type[ast.AST]) -> Iterator[ast.AST]:
         """Every node of these types, in no special order."""
         return (node for node in self._nodes if isinstance(node, kinds))

@@ -83,7 +83,10 @@ class Run(Calls):
         self._returned = []
         self.quiet += 1
         for statement in body:
-            if not isinstance(statement, ast.Expr | ast.For | ast.While):
+            runs = isinstance(statement, ast.For | ast.While) or (
+                isinstance(statement, ast.Expr) and self.relevance.matters(statement)
+            )
+            if not runs:
                 with suppress(_Left):
                     self.block([statement])
         self.quiet -= 1
@@ -387,7 +390,7 @@ class Run(Calls):
                     break
             self.block(node.orelse)
             return
-        element = element_of(iterable)
+        element = self.element(iterable)
         self._loop(node, lambda: self._next(node, element))
 
     _do_AsyncFor = _do_For

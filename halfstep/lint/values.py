@@ -117,10 +117,14 @@ class Method:
 
 @dataclass(frozen=True)
 class Parameters:
-    """Parameters of modules, as ``model.parameters()`` gives them. ``of``: idents; empty when it is not known whose."""
+    """Parameters of modules, as ``model.parameters()`` gives them.
+
+    of: idents of the modules; empty when it is not known whose. only: ``trainable`` or ``frozen`` where a comprehension
+    chose those by ``requires_grad``, else "".
+    """
 
     of: frozenset[Ident] = frozenset()
-    trainable: bool = False
+    only: str = ""
 
 
 @dataclass(frozen=True)
@@ -141,7 +145,9 @@ class Tensor:
     ``forward`` comes out of a model; ``loss`` of a loss function; ``scaled`` is multiplied by the loss scale (of
     ``scaler``, after ``updates`` updates); ``divided`` by something else than a scale; ``gradient`` is a ``.grad`` or
     comes from ``autograd.grad`` (of the parameters of ``of``); ``parameter``; ``probability``; ``detached`` has no
-    graph; ``number`` left the device; ``literal`` made from no tensor (zeros, arange, rand); ``mask`` compared.
+    graph; ``number`` left the device; ``literal`` made from no tensor (zeros, arange, rand); ``mask`` compared;
+    ``grid`` counts or spans a range (arange, linspace, randint), as positions and time steps do; ``frozen`` is a
+    parameter chosen for ``not requires_grad``.
     """
 
     formats: frozenset[str] = frozenset()
@@ -223,7 +229,7 @@ def join(first: Value, second: Value) -> Value:
         pairs = zip(first.items, second.items, strict=True)
         return Items(tuple(join(a, b) for a, b in pairs), first.repeats or second.repeats)
     if isinstance(first, Parameters) and isinstance(second, Parameters):
-        return Parameters(first.of | second.of, first.trainable and second.trainable)
+        return Parameters(first.of | second.of, first.only if first.only == second.only else "")
     return UNKNOWN
 
 
