@@ -15,7 +15,7 @@ _ORDER_NAMES = frozenset({"clip_grad_norm_", "clip_grad_value_", "grad", "GradSc
 _OPPOSITES = {ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq}
 _EVIDENCE = re.compile(
     r"scaler|autocast|amp\b|half|float16|fp16|bf16|backward|unscale_|zero_grad|clip_grad|training_step|accelerat|finfo"
-    r"|GradScaler|anomaly|precision|\.grad\b|normalize|masked_fill|\blog\b|optim|torch\.save|\.numpy\("
+    r"|GradScaler|anomaly|precision|\.grad\b|normalize|masked_fill|\blog\b|optim|torch\.save|\.numpy\(|no_grad|lerp_"
 )
 """What a function holds, itself or in one that it calls, if any rule may have a word to say about it."""
 _LEAVES = (ast.Return, ast.Break, ast.Continue, ast.Raise)
@@ -35,11 +35,13 @@ class Relevance:
         self._yields: dict[ast.AST, bool] = {}
         self._uses: dict[ast.AST, dict[str, set[str]]] = {}
         calls: dict[str, set[str]] = {}
-        relevant, worth = set(), set()
+        relevant, worth, counters = set(), set(), set()
         for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add | ast.Sub):
+                counters.add(getattr(node.target, "id", "") or getattr(node.target, "attr", ""))
+            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 called = calls.setdefault(node.name, set())
-                if _EVIDENCE.search("\n".join(lines[node.lineno - 1 : node.end_lineno])):
+                if _EVIDENCE.search("\n".join(lines[_first_line(node) - 1 : node.end_lineno])):
                     worth.add(node.name)
                 for inner in ast.walk(node):
                     if isinstance(inner, ast.Call):
@@ -49,6 +51,8 @@ class Relevance:
         self.functions = _with_callers(relevant, calls)
         self.worth = _with_callers(worth, calls)
         """The names of functions that a rule may have a word to say about."""
+        self.counters = frozenset(counters - {""})
+        """What ``+=`` and ``-=`` change somewhere: a condition that reads one asks for no setting."""
 
     def self_assignments(self, cls: ast.ClassDef) -> dict[str, list[ast.expr]]:
         """Every ``self.name = value`` in the methods of a class."""
@@ -146,6 +150,11 @@ class Relevance:
     @lru_cache(4096)
     def words(text: str) -> frozenset[str]:
         return frozenset(re.findall(r"\w+", text))
+
+
+def _first_line(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Where a function begins, with its decorators."""
+    return min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
 
 
 def _with_callers(names: set[str], calls: dict[str, set[str]]) -> frozenset[str]:

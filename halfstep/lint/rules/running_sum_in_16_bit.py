@@ -1,0 +1,105 @@
+"""HS151: a running sum is kept in 16 bit."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from halfstep.lint.event import Event
+from halfstep.lint.rule import Problem, Rule
+from halfstep.lint.script import Script
+from halfstep.lint.values import Tensor
+
+
+def check(script: Script) -> Iterator[Problem]:
+    for event in script.sites:
+        total = event.receiver
+        if not isinstance(total, Tensor) or not total.is_16_bit or "literal" not in total.tags or not event.loops:
+            continue
+        if _adds(event) and not _made_in(total, event.loops[-1].node):
+            name = "/".join(sorted(total.formats))
+            limit = 256 if "bf16" in total.formats else 2048
+            yield Problem(
+                event.node,
+                f"a running sum is kept in {name}: counting by ones it stops at {limit}, and every sum stops once it is "
+                f"{limit} times what is added; keep it in fp32",
+            )
+
+
+def _adds(event: Event) -> bool:
+    if event.what == "operator":
+        return event.name == "add" and isinstance(event.node, ast.AugAssign | ast.BinOp)
+    return event.what in {"tensor.add_", "tensor.index_add_", "tensor.scatter_add_"}
+
+
+def _made_in(total: Tensor, loop: ast.AST) -> bool:
+    """Whether the sum begins anew in each turn of the loop."""
+    return total.node is not None and any(node is total.node for node in ast.walk(loop))
+
+
+RULE = Rule(
+    code="HS151",
+    name="running-sum-in-16-bit",
+    severity="error",
+    summary="A sum, count or metric over a loop is kept in a 16-bit tensor.",
+    why="""
+A sum in bf16 stops growing once it is 256 times what is added, because the addend is then less than half the step
+between neighbours: adding 1.0 a thousand times gives 256. In fp16 the same sum stops at 2048, and beyond 65504 it is
+inf.
+
+A loss averaged in such a sum looks better the longer the epoch is. Keep running sums in fp32 (`torch.zeros(())` is) or
+in Python numbers; the addend is promoted.
+""",
+    bad=(
+        '''\
+import torch
+
+
+def evaluate(model: torch.nn.Module, loader):
+    total = torch.zeros((), dtype=torch.bfloat16, device="cuda")
+    count = 0
+    with torch.no_grad(), torch.autocast("cuda", dtype=torch.bfloat16):
+        for x, y in loader:
+            total += torch.nn.functional.mse_loss(model(x), y)  # HS151
+            count += 1
+    return total / count
+''',
+        '''\
+import torch
+
+
+class Histogram:
+    def count(self, batches, num_codes):
+        used = torch.zeros(num_codes, dtype=torch.half)
+        for codes in batches:
+            used.index_add_(0, codes, torch.ones(len(codes), dtype=torch.half))  # HS151
+        return used
+''',
+    ),
+    good=(
+        '''\
+import torch
+
+
+def evaluate(model: torch.nn.Module, loader):
+    total = torch.zeros((), device="cuda")
+    count = 0
+    with torch.no_grad(), torch.autocast("cuda", dtype=torch.bfloat16):
+        for x, y in loader:
+            total += torch.nn.functional.mse_loss(model(x), y)
+            count += 1
+    return total / count
+''',
+        '''\
+import torch
+
+
+def mix(batches, num_codes):
+    for codes in batches:
+        used = torch.zeros(num_codes, dtype=torch.half)
+        used += codes.half()
+        yield used.float()
+''',
+    ),
+    check=check,
+)
