@@ -87,7 +87,7 @@ def test_readme_commands_that_take_seconds_do_what_they_say(tmp_path, monkeypatc
             assert run(words[1:]) == is_found, capsys.readouterr()
             ran.append(words[1])
     explaining = ["trace", "ranges", "audit", "diff", "tune", "compare"]
-    assert ran == ["doctor", "compare", "new", "compare", *explaining, "plan", "measure"]
+    assert ran == ["doctor", "compare", "new", "compare", *explaining, "plan", "measure", "lint", "lint", "lint"]
     assert (tmp_path / "mine.html").stat().st_size > 1_000_000
     assert "pool" in (tmp_path / "fragile.toml").read_text()
 

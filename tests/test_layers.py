@@ -13,6 +13,7 @@ ROWS = [
     "formats files report",
     "hardware events page",
     "policy",
+    "lint",
     "kernels dtypes",
     "oplist cpu16 scale record snapshot gradients layouts states weights fast_path",
     "chunks loading guard updates alignment window",
@@ -32,6 +33,7 @@ ROWS = [
 ]
 RANK = {name: rank for rank, row in enumerate(ROWS) for name in row.split()}
 TORCH_FREE = {
+    "lint",
     "errors",
     "formats",
     "files",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from halfstep.lint.config import configs_of
 from halfstep.lint.finding import Finding
 from halfstep.lint.rule import Rule
 from halfstep.lint.script import Script
@@ -22,27 +23,16 @@ def check_source(text: str, file: str, rules: Iterable[Rule]) -> list[Finding]:
     (a null byte) for a text that Python cannot parse.
     """
     if not WORTH_READING.search(text):
-        compile(text, file, "exec", dont_inherit=True, flags=0x400)  # ast.PyCF_ONLY_AST: a broken file is still reported
+        compile(
+            text, file, "exec", dont_inherit=True, flags=0x400
+        )  # ast.PyCF_ONLY_AST: a broken file is still reported
         return []
     script = Script(text, file)
+    configs = list(configs_of(script))
     found = {}
     for rule in rules:
-        if rule.reads != "python":
-            continue
-        for problem in rule.check(script):
+        subjects = [script] if rule.reads == "python" else configs
+        for problem in (problem for subject in subjects for problem in rule.check(subject)):
             span = script.span(problem.node)
-            found[span, rule.code] = Finding(
-                file,
-                span.line,
-                span.column + 1,
-                span.end_line,
-                span.end_column,
-                rule.code,
-                rule.name,
-                problem.message,
-                rule.severity,
-                problem.fix,
-                None,
-                problem.edits,
-            )
+            found[span, rule.code] = rule.finding(problem, span, file)
     return [found[key] for key in sorted(found)]

@@ -5,12 +5,9 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from halfstep.lint.finding import Edit, Safety, Severity
-
-if TYPE_CHECKING:
-    from halfstep.lint.script import Script
+from halfstep.lint.finding import Edit, Finding, Safety, Severity, Span
 
 
 @dataclass(frozen=True)
@@ -41,15 +38,30 @@ class Rule:
     why: str
     bad: tuple[str, ...]
     good: tuple[str, ...]
-    check: Callable[[Script], Iterator[Problem]]
+    check: Callable[[Any], Iterator[Problem]]
     fix: Safety | None = None
     fix_note: str = ""
     reads: str = "python"
-    """``python``, or ``deepspeed`` for a rule whose ``check`` takes a configuration."""
+    """``python`` for a ``check`` that takes a :class:`~halfstep.lint.script.Script`, ``deepspeed`` for one that takes a
+    :class:`~halfstep.lint.config.Config`."""
+
+    def finding(self, problem: Problem, span: Span, file: str) -> Finding:
+        """``problem`` of this rule, as it is reported."""
+        return Finding(
+            file,
+            span.line,
+            span.column + 1,
+            span.end_line,
+            span.end_column,
+            self.code,
+            self.name,
+            problem.message,
+            self.severity,
+            problem.fix,
+            None,
+            problem.edits,
+        )
 
     def __post_init__(self) -> None:
         assert self.reads in {"python", "deepspeed"}, self.reads
         assert not (self.fix == "unsafe" and not self.fix_note), f"{self.code}: an unsafe fix says why"
-
-
-AnyCheck = Callable[[Any], Iterator[Problem]]
