@@ -54,6 +54,9 @@ FP32 = frozenset(
 )
 """Take their input to fp32 in a CUDA region. (softmax to norm: when no dtype is passed.)"""
 
+FP32_IN_PARTS = frozenset({"normalize"})
+"""On no list, but made of operations that are: ``x / x.norm(...)`` answers in fp32 in a CUDA region."""
+
 LOSSES = frozenset(
     "poisson_nll_loss cosine_embedding_loss nll_loss hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss "
     "mse_loss margin_ranking_loss multilabel_margin_loss multilabel_soft_margin_loss soft_margin_loss "
@@ -83,6 +86,8 @@ PASSING_CLASSES = frozenset(
 """Give back the format that they were given."""
 
 PROBABILITY = frozenset({"sigmoid", "softmax", "sigmoid_"})
+LOG_PROBABILITY = frozenset({"log_softmax", "logsigmoid"})
+BOUNDED = frozenset({"tanh", "sin", "cos", "erf", "normalize", "sign"})
 
 KEEPS_FORMAT = frozenset(
     "relu relu_ gelu silu mish elu leaky_relu tanh sigmoid sigmoid_ hardswish dropout flatten unflatten view reshape "
@@ -93,12 +98,35 @@ KEEPS_FORMAT = frozenset(
     "adaptive_avg_pool1d adaptive_avg_pool2d interpolate pad batch_norm instance_norm normalize movedim swapaxes mT "
     "moveaxis topk sort sin cos round floor ceil sign nan_to_num requires_grad_ retain_grad add sub mul div add_ sub_ "
     "mul_ div_ true_divide lerp var std zeros_like ones_like rand_like randn_like full_like empty_like new_zeros "
-    "new_ones new_empty new_full addcmul addcdiv T mH diagonal diag unfold take item".split()
+    "new_ones new_empty new_full addcmul addcdiv T mH diagonal diag unfold take item maximum minimum hstack vstack fill "
+    "index_fill index_add index_copy index_put scatter scatter_add masked_scatter threshold hardtanh relu6 logsigmoid "
+    "erf fmod remainder".split()
 )
-"""Give back the format of their widest argument, in a region and outside."""
+"""Give back the format of what they are given, in a region and outside."""
+
+SEVERAL_OPERANDS = (
+    LOWER_PRECISION
+    | LOSSES
+    | frozenset(
+        "where cat stack concat concatenate hstack vstack max min maximum minimum add sub mul div add_ sub_ mul_ div_ "
+        "true_divide lerp addcmul addcdiv pow dist cdist cosine_similarity fmod remainder".split()
+    )
+)
+"""Promote to their widest operand; every other operation has the format of its first one."""
+
+SAME_VALUES = frozenset(
+    "flatten unflatten view reshape view_as reshape_as transpose permute t contiguous squeeze unsqueeze expand expand_as "
+    "repeat repeat_interleave chunk split unbind select narrow index_select gather masked_select flip roll detach clone "
+    "cpu cuda cat stack concat concatenate hstack vstack movedim swapaxes moveaxis diagonal take requires_grad_".split()
+)
+"""Give back the values that they were given, in another order or shape."""
 
 LITERALS = frozenset(
     "zeros ones full empty rand randn arange linspace eye randint randperm tensor as_tensor from_numpy logspace".split()
+)
+
+CLIPS = frozenset(
+    "clip_grad_norm_ clip_grad_value_ clip_grad_norm clip_grads_with_norm_ dispatch_clip_grad adaptive_clip_grad".split()
 )
 
 INPLACE_GRADIENT = frozenset(
@@ -136,6 +164,7 @@ _KINDS = {
     "transformers.Seq2SeqTrainer": "hf trainer",
     "halfstep.Stepper": "stepper",
     "torch.device": "device",
+    "torch.finfo": "finfo",
     "torch.nn.DataParallel": "wrapper",
     "torch.nn.parallel.DistributedDataParallel": "wrapper",
     "torch.nn.parallel.DataParallel": "wrapper",
@@ -160,7 +189,12 @@ _OPTIMIZER_HOMES = (
     "lion_pytorch.",
     "transformers.Adafactor",
 )
-_SCHEDULER_HOMES = ("torch.optim.lr_scheduler.", "timm.scheduler.", "transformers.get_", "transformers.optimization.get_")
+_SCHEDULER_HOMES = (
+    "torch.optim.lr_scheduler.",
+    "timm.scheduler.",
+    "transformers.get_",
+    "transformers.optimization.get_",
+)
 
 
 def kind_of(qualified: str) -> str:
@@ -178,6 +212,8 @@ def kind_of(qualified: str) -> str:
         return "loss function" if last in LOSS_CLASSES else "module"
     if last in {"from_pretrained", "from_config"} or qualified.startswith(("timm.create_model", "torchvision.models.")):
         return "module"
+    if qualified.startswith("trl.") and last.endswith(("Config", "Trainer")):
+        return "arguments" if last.endswith("Config") else "hf trainer"
     if qualified.startswith("torchmetrics."):
         return "metric"
     return ""

@@ -31,50 +31,60 @@ class Trained:
         return self.optimizer.type.startswith(PLAIN_OPTIMIZERS)
 
 
-def trained_in_16_bit(path: Path) -> Iterator[Trained]:
-    """Every optimizer of a path that is given weights which are 16 bit at its first step, or at the end without one."""
-    formats: dict[Ident, tuple[frozenset[str], Event]] = {}
-    frozen: set[Ident] = set()
-    made: dict[Ident, Event] = {}
-    done: set[Ident] = set()
-    for event in (*path.before, *path.events):
-        receiver = event.receiver
-        if event.what == "make" and isinstance(event.result, Object):
-            if event.result.kind == "optimizer":
-                made[event.result.ident] = event
-                done.discard(event.result.ident)
-            elif event.result.kind == "module":
-                formats.pop(event.result.ident, None)
-                asked = format_of(event.argument("torch_dtype") or event.argument("dtype"))
-                if asked:
-                    formats[event.result.ident] = asked, event
+class Formats:
+    """The formats of weights as a path goes on. :meth:`see` takes its events in order."""
+
+    def __init__(self) -> None:
+        self._cast: dict[Ident, tuple[frozenset[str], Event]] = {}
+        self._frozen: set[Ident] = set()
+
+    def see(self, event: Event) -> None:
+        receiver, made = event.receiver, event.result
+        if event.what == "make" and isinstance(made, Object) and made.kind == "module":
+            self._cast.pop(made.ident, None)
+            asked = format_of(event.argument("torch_dtype") or event.argument("dtype"))
+            if asked:
+                self._cast[made.ident] = asked, event
         elif event.what.startswith("module.") and isinstance(receiver, Object | Instance):
             if event.name == "requires_grad_":
                 on = event.argument("requires_grad", 0)
-                (frozen.add if on == Const(False) else frozen.discard)(receiver.ident)
-            else:
-                asked = cast_of(event)
-                if asked:
-                    formats[receiver.ident] = asked, event
+                (self._frozen.add if on == Const(False) else self._frozen.discard)(receiver.ident)
+            elif asked := cast_of(event):
+                self._cast[receiver.ident] = asked, event
+
+    def cast_to_16_bit(self, ident: Ident) -> tuple[frozenset[str], Event] | None:
+        """The 16-bit formats that a module's trainable weights are in, and the event that put them there."""
+        known = self._cast.get(ident)
+        return known if known is not None and known[0] <= {"fp16", "bf16"} and ident not in self._frozen else None
+
+
+def trained_in_16_bit(path: Path) -> Iterator[Trained]:
+    """Every optimizer of a path that is given weights which are 16 bit at its first step, or at the end without one."""
+    formats = Formats()
+    made: dict[Ident, Event] = {}
+    done: set[Ident] = set()
+    for event in (*path.before, *path.events):
+        formats.see(event)
+        if event.what == "make" and isinstance(event.result, Object) and event.result.kind == "optimizer":
+            made[event.result.ident] = event
+            done.discard(event.result.ident)
         elif event.what in {"scaler.step", "optimizer.step"}:
-            optimizer = event.args[0] if event.what == "scaler.step" and event.args else receiver
+            optimizer = event.args[0] if event.what == "scaler.step" and event.args else event.receiver
             if isinstance(optimizer, Object) and optimizer.ident in made and optimizer.ident not in done:
                 done.add(optimizer.ident)
-                yield from _trained(made[optimizer.ident], formats, frozen, event)
+                yield from _trained(made[optimizer.ident], formats, event)
     for ident, event in made.items():
         if ident not in done:
-            yield from _trained(event, formats, frozen, None)
+            yield from _trained(event, formats, None)
 
 
-def _trained(
-    made: Event, formats: dict[Ident, tuple[frozenset[str], Event]], frozen: set[Ident], step: Event | None
-) -> Iterator[Trained]:
+def _trained(made: Event, formats: Formats, step: Event | None) -> Iterator[Trained]:
     optimizer = made.result
     assert isinstance(optimizer, Object)
     for ident in _owners(optimizer.argument("params", 0)):
-        known = formats.get(ident)
-        if known is not None and known[0] <= {"fp16", "bf16"} and ident not in frozen:
-            yield Trained(optimizer, made, known[0], known[1], step)
+        known = formats.cast_to_16_bit(ident)
+        if known is not None:
+            yield Trained(optimizer, made, *known, step)
             return
 
 
