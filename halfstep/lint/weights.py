@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from halfstep.lint import vocabulary
 from halfstep.lint.event import Event, Path
 from halfstep.lint.formats import format_of
-from halfstep.lint.values import Const, Ident, Instance, Items, Object, Parameters, Table, Value
+from halfstep.lint.values import Const, Ident, Instance, Items, Object, Parameters, Table, Tensor, Value
 
 PLAIN_OPTIMIZERS = ("torch.optim.", "bitsandbytes.optim.")
 """Homes of optimizers that write an update into the weight itself: no master copy, no stochastic rounding."""
@@ -16,13 +18,13 @@ PLAIN_OPTIMIZERS = ("torch.optim.", "bitsandbytes.optim.")
 
 @dataclass(frozen=True)
 class Trained:
-    """optimizer: as it was made, by event ``made``. formats: of the weights it was given. cast: the event that put
-    them into 16 bit. step: its first step along the path, ``scaler.step`` or ``optimizer.step``; None without one."""
+    """optimizer: as it was made, by event ``made``. formats: of the weights it was given. cast: what put them into 16
+    bit. step: its first step along the path, ``scaler.step`` or ``optimizer.step``; None without one."""
 
     optimizer: Object
     made: Event
     formats: frozenset[str]
-    cast: Event
+    cast: ast.AST
     step: Event | None
 
     @property
@@ -81,20 +83,37 @@ def trained_in_16_bit(path: Path) -> Iterator[Trained]:
 def _trained(made: Event, formats: Formats, step: Event | None) -> Iterator[Trained]:
     optimizer = made.result
     assert isinstance(optimizer, Object)
-    for ident in _owners(optimizer.argument("params", 0)):
-        known = formats.cast_to_16_bit(ident)
+    for part in _parts(optimizer.argument("params", 0)):
+        if isinstance(part, Parameters):
+            casts = [formats.cast_to_16_bit(ident) for ident in sorted(part.of)]
+            known = next(((found, event.node) for cast in casts if cast is not None for found, event in [cast]), None)
+        else:
+            known = (part.formats, part.node) if part.is_16_bit and part.node is not None else None
         if known is not None:
-            yield Trained(optimizer, made, *known, step)
+            yield Trained(optimizer, made, known[0], known[1], step)
             return
 
 
-def _owners(params: Value | None) -> Iterator[Ident]:
-    """The modules whose parameters an optimizer was given, also in groups; frozen ones were left out by the source."""
+def _parts(params: Value | None) -> Iterator[Parameters | Tensor]:
+    """What an optimizer was given, also in groups; frozen parameters were left out by the source."""
     if isinstance(params, Parameters) and params.only != "frozen":
-        yield from params.of
+        yield params
+    elif isinstance(params, Tensor) and "parameter" in params.tags:
+        yield params
     elif isinstance(params, Items):
         for item in params.items:
-            yield from _owners(item.get("params") if isinstance(item, Table) else item)
+            yield from _parts(item.get("params") if isinstance(item, Table) else item)
+
+
+def inherits_format(cast: ast.AST) -> bool:
+    """Whether a cast takes over the format of other weights: ``adapter.to(base.weight.dtype)``."""
+    if not isinstance(cast, ast.Call):
+        return False
+    wanted = [*cast.args, *(keyword.value for keyword in cast.keywords if keyword.arg == "dtype")]
+    return any(
+        isinstance(arg, ast.Attribute) and arg.attr == "dtype" and re.search(r"weight|param", ast.unparse(arg.value))
+        for arg in wanted
+    )
 
 
 def cast_of(event: Event) -> frozenset[str]:

@@ -80,7 +80,7 @@ embedding) makes its weight NaN, gradients of 1e-5 and 1e-3 make theirs -inf. Wi
 `fused=True` (Adam, AdamW, Adagrad) the kernel computes in fp32 and they are right. Best are fp32 weights or masters.
 """,
     bad=(
-        '''\
+        """\
 import torch
 from torch import nn
 
@@ -92,8 +92,8 @@ def step(ids, labels):
     optimizer.zero_grad()
     nn.functional.cross_entropy(net(ids).float(), labels).backward()
     optimizer.step()
-''',
-        '''\
+""",
+        """\
 import torch
 from torch import nn
 
@@ -108,10 +108,10 @@ class Job:
         self.opt.zero_grad()
         self.critic(x).float().mean().backward()
         self.opt.step()
-''',
+""",
     ),
     good=(
-        '''\
+        """\
 import torch
 from torch import nn
 
@@ -123,8 +123,8 @@ def step(x, labels):
     optimizer.zero_grad()
     nn.functional.cross_entropy(net(x), labels).backward()
     optimizer.step()
-''',
-        '''\
+""",
+        """\
 import torch
 from torch import nn
 
@@ -137,7 +137,7 @@ def step(x, labels):
     optimizer.zero_grad()
     nn.functional.cross_entropy(head(encoder(x.half()).float()), labels).backward()
     optimizer.step()
-''',
+""",
     ),
     check=check,
     fix="unsafe",

@@ -10,6 +10,11 @@ from halfstep.lint.rule import Problem, Rule
 from halfstep.lint.script import Script
 from halfstep.lint.values import Items, Tensor
 from halfstep.lint.vocabulary import is_module_base
+from halfstep.lint.weights import inherits_format, trained_in_16_bit
+
+_INHERITED = (
+    "the trainable weights of this adapter take over the format of the frozen base, 16 bit in this file: keep them in fp32"
+)
 
 
 def check(script: Script) -> Iterator[Problem]:
@@ -19,8 +24,14 @@ def check(script: Script) -> Iterator[Problem]:
         assert isinstance(cls, ast.ClassDef)
         if any(is_module_base(script.names.qualified(base) or "") for base in cls.bases):
             yield from _inherited(script, cls)
+    for path in script.paths:
+        for trained in trained_in_16_bit(path):
+            if inherits_format(trained.cast):
+                yield Problem(trained.cast, _INHERITED)
     averaged = any(
-        event.what in {"tensor.mul_", "tensor.lerp_"} or event.name in {"mul_", "lerp_"} for event in script.sites if event.in_no_grad
+        event.what in {"tensor.mul_", "tensor.lerp_"} or event.name in {"mul_", "lerp_"}
+        for event in script.sites
+        if event.in_no_grad
     )
     for event in script.sites:
         if averaged and event.what == "data" and _casts_frozen(event):
@@ -54,7 +65,8 @@ def _inherited(script: Script, cls: ast.ClassDef) -> Iterator[Problem]:
     """``self.to(base.weight.dtype)`` in a class that freezes its base and makes layers of its own."""
     calls = [node for node in ast.walk(cls) if isinstance(node, ast.Call)]
     freezes = any(
-        (isinstance(call.func, ast.Attribute) and call.func.attr == "requires_grad_" and _is_false(call)) for call in calls
+        (isinstance(call.func, ast.Attribute) and call.func.attr == "requires_grad_" and _is_false(call))
+        for call in calls
     ) or any(
         isinstance(node, ast.Assign)
         and isinstance(node.targets[0], ast.Attribute)
@@ -69,13 +81,8 @@ def _inherited(script: Script, cls: ast.ClassDef) -> Iterator[Problem]:
         function = call.func
         if not isinstance(function, ast.Attribute) or function.attr != "to" or not _is_own(function.value):
             continue
-        wanted = [*call.args, *(keyword.value for keyword in call.keywords if keyword.arg == "dtype")]
-        if any(_is_dtype_of_base(arg) for arg in wanted):
-            yield Problem(
-                call,
-                "the trainable weights of this adapter take over the format of the frozen base, 16 bit in this file: "
-                "keep them in fp32",
-            )
+        if inherits_format(call):
+            yield Problem(call, _INHERITED)
 
 
 def _is_false(call: ast.Call) -> bool:
@@ -87,10 +94,6 @@ def _is_own(node: ast.expr) -> bool:
     while isinstance(node, ast.Attribute):
         node = node.value
     return isinstance(node, ast.Name) and node.id == "self"
-
-
-def _is_dtype_of_base(node: ast.expr) -> bool:
-    return isinstance(node, ast.Attribute) and node.attr == "dtype" and "weight" in ast.unparse(node)
 
 
 def _casts_frozen(event: Event) -> bool:
@@ -113,7 +116,7 @@ The same happens by a mask: `for p in params: if not p.requires_grad: p.data = p
 are only inactive at this moment. Cast the base by name, before the adapters are added.
 """,
     bad=(
-        '''\
+        """\
 import torch
 from torch import nn
 
@@ -132,8 +135,8 @@ class LowRank(nn.Module):
 
 def build(width):
     return LowRank(nn.Linear(width, width).to(torch.bfloat16))
-''',
-        '''\
+""",
+        """\
 import torch
 from torch import nn
 
@@ -148,10 +151,10 @@ def follow(slow: nn.Module, fast: nn.Module):
     with torch.no_grad():
         for mine, theirs in zip(slow.parameters(), fast.parameters()):
             mine.mul_(0.999).add_(theirs, alpha=0.001)
-''',
+""",
     ),
     good=(
-        '''\
+        """\
 import torch
 from torch import nn
 
@@ -170,8 +173,8 @@ class LowRank(nn.Module):
 
 def build(width):
     return LowRank(nn.Linear(width, width).to(torch.bfloat16))
-''',
-        '''\
+""",
+        """\
 import torch
 from torch import nn
 
@@ -180,7 +183,7 @@ def prepare(net: nn.Module):
     for name, p in net.named_parameters():
         if "base" in name:
             p.data = p.data.to(torch.float16)
-''',
+""",
     ),
     check=check,
 )

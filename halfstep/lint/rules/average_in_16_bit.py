@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
 
 from halfstep.lint.event import Event
@@ -10,6 +11,7 @@ from halfstep.lint.script import Script
 from halfstep.lint.values import Const, Instance, Object, Tensor
 from halfstep.lint.weights import cast_of
 
+_HALF = {"fp16", "bf16"}
 _UPDATES = {"tensor.mul_", "tensor.lerp_"}
 
 
@@ -19,18 +21,22 @@ def check(script: Script) -> Iterator[Problem]:
         receiver = event.receiver
         if event.what.startswith("module.") and isinstance(receiver, Object | Instance) and cast_of(event):
             casts[receiver.ident] = event
+            if isinstance(receiver, Object) and receiver.kind == "average" and cast_of(event) <= _HALF:
+                yield _problem(event.node, cast_of(event))
         if event.what == "make" and isinstance(event.result, Object) and event.result.kind == "average":
             model = event.args[0] if event.args else None
             cast = casts.get(model.ident) if isinstance(model, Object | Instance) else None
-            if cast is not None and cast_of(cast) <= {"fp16", "bf16"}:
-                yield _problem(event, cast_of(cast))
-        if event.what in _UPDATES and isinstance(receiver, Tensor) and receiver.is_16_bit and "parameter" in receiver.tags:
-            if event.what == "tensor.mul_" and not _decays(event):
-                continue
-            for ident in receiver.of:
-                cast = casts.get(ident)
-                if cast is not None and cast_of(cast) == receiver.formats:
-                    yield _problem(cast, receiver.formats)
+            if cast is not None and cast_of(cast) <= _HALF:
+                yield _problem(event.node, cast_of(cast))
+        if event.what not in _UPDATES or not isinstance(receiver, Tensor) or not receiver.is_16_bit:
+            continue
+        if "parameter" not in receiver.tags or (event.what == "tensor.mul_" and not _decays(event)):
+            continue
+        found = [casts[ident] for ident in receiver.of if ident in casts and cast_of(casts[ident]) == receiver.formats]
+        if found:
+            yield _problem(found[0].node, receiver.formats)
+        elif isinstance(receiver.node, ast.Call) and "detached" in receiver.tags:
+            yield _problem(receiver.node, receiver.formats)
 
 
 def _decays(event: Event) -> bool:
@@ -39,10 +45,10 @@ def _decays(event: Event) -> bool:
     return not isinstance(factor, Const) or (isinstance(factor.value, float) and 0.5 < factor.value < 1)
 
 
-def _problem(event: Event, formats: frozenset[str]) -> Problem:
+def _problem(node: ast.AST, formats: frozenset[str]) -> Problem:
     name = " or ".join(sorted(formats))
     return Problem(
-        event.node,
+        node,
         f"a moving average is kept in {name}: at a decay of 0.999 a step of it is a thousandth of a difference, which "
         "rounds away; keep the average in fp32",
     )
@@ -63,7 +69,7 @@ Measured on a linear layer after 200 steps of SGD at decay 0.999, in bf16 135 of
 all. Keep the average in fp32, whatever the format of the model: `halfstep.WeightAverage` does.
 """,
     bad=(
-        '''\
+        """\
 import copy
 
 import torch
@@ -87,8 +93,8 @@ ema = Ema(net)
 
 def after_step():
     ema.update(net)
-''',
-        '''\
+""",
+        """\
 import copy
 
 import torch
@@ -103,10 +109,10 @@ def follow(rate):
     with torch.no_grad():
         for mine, theirs in zip(teacher.parameters(), student.parameters()):
             mine.lerp_(theirs.half(), rate)
-''',
+""",
     ),
     good=(
-        '''\
+        """\
 import copy
 
 import torch
@@ -130,8 +136,8 @@ ema = Ema(net)
 
 def after_step():
     ema.update(net)
-''',
-        '''\
+""",
+        """\
 import copy
 
 import torch
@@ -145,7 +151,7 @@ def distil(x):
     with torch.no_grad():
         target = teacher(x.half()).float()
     return nn.functional.mse_loss(student(x), target)
-''',
+""",
     ),
     check=check,
 )

@@ -7,20 +7,20 @@ from collections.abc import Iterator
 from halfstep.lint.rule import Problem, Rule
 from halfstep.lint.script import Script
 from halfstep.lint.values import Const, Object
-from halfstep.lint.weights import trained_in_16_bit
+from halfstep.lint.weights import inherits_format, trained_in_16_bit
 
 
 def check(script: Script) -> Iterator[Problem]:
     for path in script.paths:
         for trained in trained_in_16_bit(path):
             step = trained.step
-            if step is None or step.what != "scaler.step" or "fp16" not in trained.formats:
+            if step is None or step.what != "scaler.step" or "fp16" not in trained.formats or inherits_format(trained.cast):
                 continue
             scaler = step.receiver
             if isinstance(scaler, Object) and scaler.argument("enabled") == Const(False):
                 continue
             yield Problem(
-                trained.cast.node,
+                trained.cast,
                 "trainable weights are cast to fp16 and stepped by a GradScaler, which refuses fp16 gradients: keep "
                 "them in fp32, the autocast region casts what it needs",
             )
@@ -41,7 +41,7 @@ arrive in fp32, and an update keeps 24 bits. Cast only what is frozen. To train 
 weights (`halfstep.Stepper` with a `master=` policy).
 """,
     bad=(
-        '''\
+        """\
 import torch
 from torch import nn
 
@@ -58,8 +58,8 @@ def step(x, y):
     scaler.scale(loss).backward()
     scaler.step(opt)
     scaler.update()
-''',
-        '''\
+""",
+        """\
 import torch
 from torch import nn
 
@@ -77,10 +77,10 @@ class Finetuner:
         self.gs.scale(loss).backward()
         self.gs.step(self.optimizer)
         self.gs.update()
-''',
+""",
     ),
     good=(
-        '''\
+        """\
 import torch
 from torch import nn
 
@@ -97,8 +97,8 @@ def step(x, y):
     scaler.scale(loss).backward()
     scaler.step(opt)
     scaler.update()
-''',
-        '''\
+""",
+        """\
 import torch
 from torch import nn
 
@@ -118,7 +118,7 @@ def step(x, y):
 
 def export(x):
     return net.half()(x.half())
-''',
+""",
     ),
     check=check,
 )

@@ -14,9 +14,9 @@ from halfstep.lint.values import Tensor
 def check(script: Script) -> Iterator[Problem]:
     for event in script.sites:
         total = event.receiver
-        if not isinstance(total, Tensor) or not total.is_16_bit or "literal" not in total.tags or not event.loops:
+        if not isinstance(total, Tensor) or not total.is_16_bit or "literal" not in total.tags:
             continue
-        if _adds(event) and not _made_in(total, event.loops[-1].node):
+        if _adds(event) and _outlives(event, total):
             name = "/".join(sorted(total.formats))
             limit = 256 if "bf16" in total.formats else 2048
             yield Problem(
@@ -32,9 +32,16 @@ def _adds(event: Event) -> bool:
     return event.what in {"tensor.add_", "tensor.index_add_", "tensor.scatter_add_"}
 
 
-def _made_in(total: Tensor, loop: ast.AST) -> bool:
-    """Whether the sum begins anew in each turn of the loop."""
-    return total.node is not None and any(node is total.node for node in ast.walk(loop))
+def _outlives(event: Event, total: Tensor) -> bool:
+    """Whether the sum goes on: over the turns of a loop, or the calls of a method that adds to an attribute."""
+    if event.loops:
+        return not _holds(event.loops[-1].node, total.node)
+    is_attribute = isinstance(event.node, ast.AugAssign) and isinstance(event.node.target, ast.Attribute)
+    return is_attribute and event.function is not None and not _holds(event.function, total.node)
+
+
+def _holds(place: ast.AST, node: ast.AST | None) -> bool:
+    return any(inner is node for inner in ast.walk(place))
 
 
 RULE = Rule(
@@ -51,7 +58,7 @@ A loss averaged in such a sum looks better the longer the epoch is. Keep running
 in Python numbers; the addend is promoted.
 """,
     bad=(
-        '''\
+        """\
 import torch
 
 
@@ -63,8 +70,8 @@ def evaluate(model: torch.nn.Module, loader):
             total += torch.nn.functional.mse_loss(model(x), y)  # HS151
             count += 1
     return total / count
-''',
-        '''\
+""",
+        """\
 import torch
 
 
@@ -74,10 +81,10 @@ class Histogram:
         for codes in batches:
             used.index_add_(0, codes, torch.ones(len(codes), dtype=torch.half))  # HS151
         return used
-''',
+""",
     ),
     good=(
-        '''\
+        """\
 import torch
 
 
@@ -89,8 +96,8 @@ def evaluate(model: torch.nn.Module, loader):
             total += torch.nn.functional.mse_loss(model(x), y)
             count += 1
     return total / count
-''',
-        '''\
+""",
+        """\
 import torch
 
 
@@ -99,7 +106,7 @@ def mix(batches, num_codes):
         used = torch.zeros(num_codes, dtype=torch.half)
         used += codes.half()
         yield used.float()
-''',
+""",
     ),
     check=check,
 )

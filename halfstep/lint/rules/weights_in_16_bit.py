@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from halfstep.lint.rule import Problem, Rule
 from halfstep.lint.rules.adam_eps_vanishes import eps_vanishes
 from halfstep.lint.script import Script
-from halfstep.lint.weights import trained_in_16_bit
+from halfstep.lint.weights import inherits_format, trained_in_16_bit
 
 
 def check(script: Script) -> Iterator[Problem]:
@@ -15,12 +15,12 @@ def check(script: Script) -> Iterator[Problem]:
         for trained in trained_in_16_bit(path):
             if trained.step is None or not trained.writes_plainly or trained.step.what == "scaler.step":
                 continue
-            if eps_vanishes(trained):
+            if eps_vanishes(trained) or inherits_format(trained.cast):
                 continue
             bits = 8 if trained.formats == {"bf16"} else 11
             name = " or ".join(sorted(trained.formats))
             yield Problem(
-                trained.cast.node,
+                trained.cast,
                 f"these weights are trained in {name} without a master copy: an update smaller than 2^-{bits + 1} of its "
                 "weight rounds away; keep them in fp32 and open an autocast region, or train with master weights",
             )
@@ -42,7 +42,7 @@ weights or stochastic rounding: `halfstep.Stepper` with `Policy.parse("bf16, mas
 their remainders, exactly fp32 together.
 """,
     bad=(
-        '''\
+        """\
 import torch
 from torch import nn
 
@@ -60,8 +60,8 @@ def train(batches):
 
 
 train([(torch.randn(8, 32, device="cuda"), torch.zeros(8, dtype=torch.long, device="cuda"))])
-''',
-        '''\
+""",
+        """\
 import torch
 from torch import nn
 
@@ -75,10 +75,10 @@ class Job:
         self.opt.zero_grad()
         nn.functional.mse_loss(self.net(x).float(), y).backward()
         self.opt.step()
-''',
+""",
     ),
     good=(
-        '''\
+        """\
 import torch
 from torch import nn
 
@@ -96,8 +96,8 @@ def train(batches):
 
 
 train([(torch.randn(8, 32, device="cuda"), torch.zeros(8, dtype=torch.long, device="cuda"))])
-''',
-        '''\
+""",
+        """\
 import torch
 from torch import nn
 
@@ -110,7 +110,7 @@ def step(x, y):
     opt.zero_grad()
     nn.functional.cross_entropy(head(backbone(x.bfloat16()).float()), y).backward()
     opt.step()
-''',
+""",
     ),
     check=check,
 )
