@@ -63,7 +63,7 @@ def lint_text(text: str, file: str, rules: Sequence[Rule]) -> list[Finding]:
         notebook = read_notebook(text)
     except UNREADABLE as error:
         return [cannot_parse(file, error)]
-    if notebook is None:
+    if notebook is None or not notebook.cells:
         return []
     return [_in_cell(finding, notebook) for finding in lint_python(notebook.source, file, rules)]
 

@@ -43,6 +43,7 @@ class Names:
     def __init__(self, tree: ast.Module) -> None:
         self._scope_of: dict[ast.AST, _Scope] = {}
         self.module = _Scope(None)
+        self._scopes = [self.module]
         self._collect(tree, self.module)
 
     def qualified(self, node: ast.AST) -> str | None:
@@ -58,8 +59,7 @@ class Names:
 
     def imports(self, prefix: str) -> bool:
         """Whether the module imports something of the library ``prefix`` anywhere."""
-        scopes = {id(scope): scope for scope in [self.module, *self._scope_of.values()]}
-        meanings = [m for scope in scopes.values() for m in scope.bindings.values() if isinstance(m, str)]
+        meanings = [m for scope in self._scopes for m in scope.bindings.values() if isinstance(m, str)]
         return any(meaning == prefix or meaning.startswith(prefix + ".") for meaning in meanings)
 
     def _meaning(self, name: str, scope: _Scope, depth: int) -> str | None:
@@ -103,6 +103,7 @@ class Names:
                     outside: list[ast.AST] = [*node.decorator_list, *([node.returns] if node.returns else [])]
                     pending.extend((part, scope) for part in outside)
                 inner = _Scope(scope)
+                self._scopes.append(inner)
                 for arg in _arguments(node.args):
                     inner.bindings[arg.arg] = None
                     if arg.annotation is not None:
@@ -115,6 +116,7 @@ class Names:
                 scope.bind(node.name, None)
                 pending.extend((part, scope) for part in [*node.decorator_list, *node.bases, *node.keywords])
                 inner = _Scope(scope, is_class=True)
+                self._scopes.append(inner)
                 pending.extend((part, inner) for part in reversed(node.body))
                 continue
             if isinstance(node, ast.ExceptHandler) and node.name:

@@ -72,6 +72,8 @@ class Notebook:
 
         Raises ValueError if the edit took or moved the border of a cell, or what stands for a magic.
         """
+        if source == self.source:
+            return self.text
         old, new = _cells_of(self.source, len(self.cells)), _cells_of(source, len(self.cells))
         edited = {}
         for cell, before, after in zip(self.cells, old, new, strict=True):

@@ -14,7 +14,7 @@ from halfstep.lint.statements import Run
 
 MAX_PATHS = 40
 """Paths of one root, those with the fewest unusual decisions first."""
-MAX_TOTAL_WORK = 250_000
+MAX_TOTAL_WORK = 120_000
 """Nodes that all paths of a file may evaluate."""
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef
@@ -40,10 +40,10 @@ class Paths:
         functions, classes = _definitions(tree)
         called = _called_names(tree)
         waiting = [(definition, cls) for definition, cls in functions]
-        waiting.sort(key=lambda pair: pair[0].name in called)  # those that nobody names come first
+        # Those that nobody names come first, and an __init__ comes when no method of its class has run it.
+        waiting.sort(key=lambda pair: (pair[0].name == "__init__", pair[0].name in called))
         for definition, cls in waiting:
-            alone = definition.name != "__init__" or len(_methods(cls)) == 1
-            if definition not in inlined and alone and definition.name in self._relevance.worth:
+            if definition not in inlined and self._relevance.is_worth(definition, cls):
                 self._explore(tree, definition, cls, base, inlined)
 
     def _explore(

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from functools import cached_property
+from itertools import chain
 
 from halfstep.lint.event import Event, Path
 from halfstep.lint.finding import Span
 from halfstep.lint.names import Names
 from halfstep.lint.paths import Paths
+
+LINE_BREAK = re.compile("\r\n|\r|\n")
+"""What ends a line for Python; str.splitlines knows others, such as a form feed."""
 
 
 class Script:
@@ -18,7 +23,7 @@ class Script:
     def __init__(self, text: str, file: str) -> None:
         self.text, self.file = text, file
         self.tree = ast.parse(text, file)
-        self.lines = text.splitlines()
+        self.lines = LINE_BREAK.split(text)
 
     @cached_property
     def names(self) -> Names:
@@ -50,7 +55,28 @@ class Script:
 
     def walk(self, *kinds: type[ast.AST]) -> Iterator[ast.AST]:
         """Every node of these types, in no special order."""
-        return (node for node in self._nodes if isinstance(node, kinds))
+        return chain.from_iterable(self._by_kind.get(kind, ()) for kind in kinds)
+
+    @cached_property
+    def _by_kind(self) -> dict[type[ast.AST], list[ast.AST]]:
+        found: dict[type[ast.AST], list[ast.AST]] = {}
+        for node in self._nodes:
+            found.setdefault(type(node), []).append(node)
+        return found
+
+    def calls(self, *names: str) -> Iterator[ast.Call]:
+        """Every call of these library functions, by qualified name, in no special order."""
+        return chain.from_iterable(self._calls.get(name, ()) for name in names)
+
+    @cached_property
+    def _calls(self) -> dict[str, list[ast.Call]]:
+        found: dict[str, list[ast.Call]] = {}
+        for node in self._by_kind.get(ast.Call, ()):
+            assert isinstance(node, ast.Call)
+            name = self.names.qualified(node.func)
+            if name is not None:
+                found.setdefault(name, []).append(node)
+        return found
 
     @cached_property
     def _nodes(self) -> list[ast.AST]:
@@ -69,18 +95,23 @@ class Script:
 
     def source(self, node: ast.AST) -> str:
         """The text of a node, as it is written."""
-        return ast.get_source_segment(self.text, node) or ast.unparse(node)
+        place = self.span(node)
+        lines = self.lines[place.line - 1 : place.end_line]
+        lines[-1] = lines[-1][: place.end_column]
+        lines[0] = lines[0][place.column :]
+        return "\n".join(lines)
 
     def span(self, node: ast.AST) -> Span:
-        """Where a node stands; ast counts columns in bytes of UTF-8, we in characters."""
-        line, end_line = node.lineno, node.end_lineno or node.lineno  # type: ignore[attr-defined]
-        return Span(
-            line,
-            self._characters(line, node.col_offset),  # type: ignore[attr-defined]
-            end_line,
-            self._characters(end_line, node.end_col_offset or 0),  # type: ignore[attr-defined]
-        )
+        """Where a node stands."""
+        return span_of(node, self.lines)
 
-    def _characters(self, line: int, num_bytes: int) -> int:
-        text = self.lines[line - 1]
-        return num_bytes if text.isascii() else len(text.encode()[:num_bytes].decode(errors="ignore"))
+
+def span_of(node: ast.AST, lines: list[str]) -> Span:
+    """Where a node stands; ast counts columns in bytes of UTF-8, we in characters."""
+    line, end_line = node.lineno, node.end_lineno or node.lineno  # type: ignore[attr-defined]
+    start, end = node.col_offset, node.end_col_offset or 0  # type: ignore[attr-defined]
+    return Span(line, _characters(lines[line - 1], start), end_line, _characters(lines[end_line - 1], end))
+
+
+def _characters(line: str, num_bytes: int) -> int:
+    return num_bytes if line.isascii() else len(line.encode()[:num_bytes].decode(errors="ignore"))

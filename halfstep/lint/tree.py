@@ -47,8 +47,8 @@ def find_files(paths: Sequence[str | Path], exclude: Sequence[str] = (), root: s
 
     A file that is named is always looked at. Beneath a directory: Python, notebooks and JSON that looks like a
     DeepSpeed configuration, without what .gitignore files, ``.git/info/exclude`` and ``exclude`` (patterns as in a
-    .gitignore that stands in ``root``) rule out, without :data:`SKIPPED` and virtual environments. Patterns that rule
-    out a named directory itself do not hold beneath it. Links to files are followed, links to directories are not.
+    .gitignore that stands in ``root``) rule out, without :data:`SKIPPED` and virtual environments. A named directory
+    is walked whatever is said about it. Links to files are followed, links to directories are not.
 
     Raises :class:`HalfstepError` for a path that does not exist.
     """
@@ -72,7 +72,6 @@ def _walk(top: Path, excluded: Ignore, skipped: list[str]) -> Iterator[tuple[str
     """Name and real path of each file to look at beneath ``top``."""
     real_top = os.path.realpath(top)
     ignores = ignores_above(real_top)
-    excludes = [] if _rules_out(excluded, real_top) else [excluded]
     pending = [(top, real_top, ignores)]
     while pending:
         directory, real, above = pending.pop()
@@ -91,7 +90,7 @@ def _walk(top: Path, excluded: Ignore, skipped: list[str]) -> Iterator[tuple[str
                 continue
             if is_directory and entry.name in SKIPPED:
                 continue
-            if is_ignored(entry.path, is_directory, ignores) or is_ignored(entry.path, is_directory, excludes):
+            if is_ignored(entry.path, is_directory, ignores) or is_ignored(entry.path, is_directory, [excluded]):
                 continue
             name = directory / entry.name
             if is_directory:
@@ -110,9 +109,3 @@ def _may_be_config(path: str) -> bool:
     except OSError:
         return False
     return bool(CONFIG_FORMAT.search(content) and CONFIG_KEY.search(content))
-
-
-def _rules_out(excluded: Ignore, directory: str) -> bool:
-    root = Path(excluded.directory)
-    chain = [path for path in (Path(directory), *Path(directory).parents) if root in path.parents]
-    return any(excluded.verdict(str(path), True) for path in chain)
