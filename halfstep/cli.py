@@ -312,6 +312,62 @@ def measure(
 
 
 @app.command()
+def lint(
+    paths: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="PATHS", help="Files and folders; - is standard input.", show_default="."),
+    ] = None,
+    select: Annotated[
+        str | None, typer.Option(metavar="LIST", help="Rules by comma: HS101, HS1 for all HS1xx, or a name.")
+    ] = None,
+    ignore: Annotated[str | None, typer.Option(metavar="LIST", help="Rules to leave out.")] = None,
+    exclude: Annotated[
+        str | None, typer.Option(metavar="LIST", help="Globs of files and folders to leave out, as in .gitignore.")
+    ] = None,
+    fix: Annotated[bool, typer.Option("--fix", help="Apply the safe fixes.")] = False,
+    unsafe_fixes: Annotated[bool, typer.Option("--unsafe-fixes", help="Apply every fix.")] = False,
+    diff: Annotated[bool, typer.Option("--diff", help="Show what the fixes would change, and change nothing.")] = False,
+    migrate: Annotated[bool, typer.Option("--migrate", help="Rewrite deprecated names to the present ones.")] = False,
+    to_halfstep: Annotated[
+        bool, typer.Option("--to-halfstep", help="Rewrite loops into a Stepper where every step is understood.")
+    ] = False,
+    format: Annotated[str, typer.Option(metavar="F", help="text, json, sarif or github.")] = "text",
+    json_file: JsonOption = None,
+    statistics: Annotated[bool, typer.Option("--statistics", help="Count by rule.")] = False,
+    explain: Annotated[str | None, typer.Option(metavar="CODE", help="Print the page of a rule and stop.")] = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Lint again whenever a file changes.")] = False,
+    no_cache: Annotated[bool, typer.Option("--no-cache", help="Read every file, and remember nothing.")] = False,
+    stdin_filename: Annotated[
+        str | None, typer.Option(metavar="NAME", help="What standard input is called, for settings and messages.")
+    ] = None,
+) -> None:
+    """Find the mixed-precision mistakes that run without an error, in Python files and notebooks. Needs no torch."""
+    _check_writable(json_file)
+    from halfstep.lint.command import Call
+    from halfstep.lint.command import lint as run
+
+    call = Call(
+        paths=paths or ["."],
+        select=None if select is None else _names(select),
+        ignore=None if ignore is None else _names(ignore),
+        exclude=None if exclude is None else _names(exclude),
+        fix=fix,
+        unsafe_fixes=unsafe_fixes,
+        diff=diff,
+        migrate=migrate,
+        to_halfstep=to_halfstep,
+        format=format,
+        json_file=json_file,
+        statistics=statistics,
+        explain=explain,
+        watch=watch,
+        no_cache=no_cache,
+        stdin_filename=stdin_filename,
+    )
+    raise typer.Exit(run(call))
+
+
+@app.command()
 def new(
     file: Annotated[str, typer.Argument(metavar="FILE", help="The file to write; an existing one is kept.")],
 ) -> None:
@@ -341,8 +397,9 @@ def _bar(total: int) -> Iterator[Callable[..., None]]:
             bar.stop()
 
 
-def _names(policies: str) -> list[str]:
-    return [name.strip() for name in policies.split(",") if name.strip()]
+def _names(text: str) -> list[str]:
+    """What stands between the commas."""
+    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def _prepare(workload: str, policy: str | None, device: str | None, *files: str | None) -> tuple[Any, Any]:

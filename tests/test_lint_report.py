@@ -1,6 +1,7 @@
 """What lint prints: frames with carets, a summary, counts, JSON."""
 
 import json
+import re
 from io import StringIO
 
 import pytest
@@ -103,11 +104,22 @@ def test_markup_in_source_is_printed_as_it_stands():
     assert "1 | x = y[bold]  # [/] :smile:" in str(report(finding(1), text="x = y[bold]  # [/] :smile:"))
 
 
-def test_colours_are_for_terminals():
-    terminal = Console(file=StringIO(), force_terminal=True, width=40, color_system="standard")
-    report(finding(4, 5)).render(terminal)
-    assert "\x1b[" in terminal.file.getvalue()
-    assert "\x1b[" not in str(report(finding(4, 5)))
+def test_blank_lines_at_the_ends_of_a_frame_are_left_out():
+    drawn = [text.plain for text in draw(finding(3, 1, 3), ["", "", "abc", "next", ""])]
+    assert drawn[2:] == ["3 | abc", "  | ^^^", "4 | next"]
+    drawn = [text.plain for text in draw(finding(3, 1, 3), ["before", "", "abc", "", "next"])]
+    assert [line[:1] for line in drawn[2:]] == ["1", "2", "3", " ", "4", "5"]
+
+
+def test_a_terminal_gets_colours_and_whole_lines():
+    terminal = Console(file=StringIO(), force_terminal=True, width=20, color_system="standard")
+    result = report(finding(4, 5))
+    result.render(terminal)
+    printed = terminal.file.getvalue()
+    assert "\x1b[" in printed
+    assert "\x1b[" not in str(result)
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", printed)
+    assert [line.rstrip() for line in plain.splitlines()] == str(result).splitlines()
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,8 @@
 """Each rule has its page, made from the rule, and docs/rules holds exactly these pages."""
 
+import subprocess
+import sys
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
@@ -7,6 +10,7 @@ import pytest
 from rich.console import Console
 from rich.markdown import Markdown
 
+import halfstep.lint.rule_page
 from halfstep.errors import HalfstepError
 from halfstep.lint.catalogue import catalogue
 from halfstep.lint.rule import Rule
@@ -37,6 +41,25 @@ def test_a_page_has_the_parts_in_order():
         "## Example\n\n```python\nclip()  # HS101\n```\n\n"
         "## Use instead\n\n```python\nunscale()\nclip()\n```\n\n"
         "## Fix safety\n\nIt inserts a call.\n"
+    )
+
+
+def test_a_configuration_is_shown_as_json():
+    rule = replace(RULE, reads="deepspeed", bad=('{"fp16": {}}\n',), good=("config = {}\n",))
+    page = rule_page(rule)
+    assert '## Example\n\n```json\n{"fp16": {}}\n```' in page
+    assert "## Use instead\n\n```python\nconfig = {}\n```" in page
+    assert '```python\n{"fp16": {}}\n```' in rule_page(replace(rule, reads="python"))
+
+
+def test_a_summary_with_a_bar_does_not_end_its_cell(monkeypatch):
+    monkeypatch.setattr(
+        halfstep.lint.rule_page, "catalogue", lambda: {"HS101": replace(RULE, summary="Clips | scaled.")}
+    )
+    assert index_page().endswith(
+        "## HS1: The result is wrong\n\n"
+        "| code | name | severity | fix | what it finds |\n|---|---|---|---|---|\n"
+        "| [HS101](HS101.md) | clip-before-unscale | error | unsafe | Clips \\| scaled. |\n"
     )
 
 
@@ -77,7 +100,13 @@ def test_writing_makes_the_folder_and_removes_pages_of_rules_that_are_gone(tmp_p
     assert (folder / "HS001.md").read_text(encoding="utf-8") == rule_page(find_rule("unused-noqa"))
 
 
+def test_the_module_writes_the_pages(tmp_path):
+    command = [sys.executable, "-m", "halfstep.lint.rule_page", str(tmp_path / "rules")]
+    assert subprocess.run(command, capture_output=True).returncode == 0
+    assert {file.name for file in (tmp_path / "rules").iterdir()} == pages().keys()
+
+
 def test_a_rule_is_found_by_code_and_name():
     assert find_rule("HS001") is find_rule("hs001") is find_rule("unused-noqa")
-    with pytest.raises(HalfstepError, match=r"^--explain HS00: no rule.*Did you mean HS001\?"):
-        find_rule("HS00")
+    with pytest.raises(HalfstepError, match=r"^--explain unused-noq: no rule.*Did you mean unused-noqa\?"):
+        find_rule("unused-noq")

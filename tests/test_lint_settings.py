@@ -35,17 +35,17 @@ def project(tmp_path):
     ("select", "ignore", "codes"),
     [
         (None, (), "HS000 HS001 HS002 HS101 HS102 HS201"),
-        (("HS1",), (), "HS101 HS102"),
+        (("HS1",), (), "HS000 HS002 HS101 HS102"),
         (("HS",), ("HS1",), "HS000 HS001 HS002 HS201"),
         (None, ("HS1",), "HS000 HS001 HS002 HS201"),
         (None, ("HS",), ""),
-        (("HS101", "HS2"), (), "HS101 HS201"),
-        (("HS101",), ("HS1",), "HS101"),
-        (("HS1",), ("HS101",), "HS102"),
-        (("HS101",), ("HS101",), ""),
-        (("clip-before-unscale",), ("HS1",), "HS101"),
+        (("HS101", "HS2"), ("HS0",), "HS101 HS201"),
+        (("HS101",), ("HS1",), "HS000 HS002 HS101"),
+        (("HS1",), ("HS101", "HS002"), "HS000 HS102"),
+        (("HS101",), ("HS101", "HS0"), ""),
+        (("clip-before-unscale",), ("HS1", "HS0"), "HS101"),
         (None, ("scaler-with-bf16", "HS0"), "HS101 HS102"),
-        ((), (), ""),
+        ((), (), "HS000 HS002"),
     ],
 )
 def test_the_longer_selector_wins_and_ignore_wins_a_tie(tmp_path, select, ignore, codes):
@@ -55,8 +55,8 @@ def test_the_longer_selector_wins_and_ignore_wins_a_tie(tmp_path, select, ignore
 def test_flags_stand_in_the_place_of_settings(tmp_path):
     settings = Settings(tmp_path, ("HS1",), ("HS101",), ("old/",))
     assert settings.override(select=None, ignore=None, exclude=None) == settings
-    assert settings.override(select=["HS2"], ignore=None).codes == {"HS201"}
-    assert settings.override(ignore=[]).codes == {"HS101", "HS102"}
+    assert settings.override(select=["HS2"], ignore=None).codes == {"HS000", "HS002", "HS201"}
+    assert settings.override(ignore=["HS0"]).codes == {"HS101", "HS102"}
     assert settings.override(exclude=["new"]).exclude == ("new",)
 
 

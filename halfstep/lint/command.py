@@ -30,6 +30,7 @@ from halfstep.lint.sarif import sarif
 from halfstep.lint.settings import UNASKED, Settings, check_selectors, find_settings
 from halfstep.lint.tree import find_files
 from halfstep.lint.watch import SECONDS_BETWEEN_LOOKS, watch
+from halfstep.report import count_text
 
 FORMATS = ("text", "json", "sarif", "github")
 DEPRECATED = ("HS401",)
@@ -46,22 +47,22 @@ Texts = Mapping[str, str]
 class Call:
     """The command line, flag by flag; None and False stand for a flag that was not given."""
 
-    paths: Sequence[str] = (".",)
-    select: Sequence[str] | None = None
-    ignore: Sequence[str] | None = None
-    exclude: Sequence[str] | None = None
-    fix: bool = False
-    unsafe_fixes: bool = False
-    diff: bool = False
-    migrate: bool = False
-    to_halfstep: bool = False
-    format: str = "text"
-    json_file: str | None = None
-    statistics: bool = False
-    explain: str | None = None
-    watch: bool = False
-    no_cache: bool = False
-    stdin_filename: str | None = None
+    paths: Sequence[str]
+    select: Sequence[str] | None
+    ignore: Sequence[str] | None
+    exclude: Sequence[str] | None
+    fix: bool
+    unsafe_fixes: bool
+    diff: bool
+    migrate: bool
+    to_halfstep: bool
+    format: str
+    json_file: str | None
+    statistics: bool
+    explain: str | None
+    watch: bool
+    no_cache: bool
+    stdin_filename: str | None
 
     @property
     def reads_stdin(self) -> bool:
@@ -194,8 +195,10 @@ def _mend(call: Call, text: str, file: str, codes: frozenset[str]) -> Mended:
     rewrites: list[Rewrite] = []
     if call.fixes:
         rewrites.append(_fixing(_rules(codes), call.unsafe_fixes))
+    if call.to_halfstep:
+        rewrites.append(_convert)
     mended = mend(text, file, rewrites)
-    _tell(mended.refused)
+    _tell(mended.notes)
     return mended
 
 
@@ -210,11 +213,20 @@ def _fixing(rules: Sequence[Rule], unsafe: bool) -> Rewrite:
     return fix
 
 
+def _convert(source: str, file: str) -> Rewritten:
+    from halfstep.lint.to_halfstep import to_halfstep
+
+    conversion = to_halfstep(source, file)
+    done = f"{file}: {count_text(conversion.num_converted, 'loop')} rewritten to a Stepper"
+    return Rewritten(conversion.text, notes=[*([done] if conversion.num_converted else []), *conversion.refused])
+
+
 def _show_difference(mended: Sequence[Mended], found: Sequence[Finding]) -> int:
     for file in mended:
         sys.stdout.write(file.difference())
     num_fixed = sum(file.num_fixed for file in mended)
-    _tell([f"{num_fixed} of {len(found)} findings would be fixed, in {len(mended)} files"])
+    changes = f"{count_text(len(mended), 'file')} would change"
+    _tell([f"{changes}; {num_fixed} of {count_text(len(found), 'finding')} would be fixed"])
     return int(bool(mended) or LintReport(found).found)
 
 

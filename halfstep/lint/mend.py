@@ -19,22 +19,22 @@ Rewrite = Callable[[str, str], "Rewritten"]
 
 @dataclass(frozen=True)
 class Rewritten:
-    """source: the Python after it. num_fixed: findings that are mended. refused: a line for each fix not done."""
+    """source: the Python after it. num_fixed: findings that are mended. notes: lines for the user."""
 
     source: str
     num_fixed: int = 0
-    refused: Sequence[str] = ()
+    notes: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
 class Mended:
-    """before and after: the whole text of ``file``."""
+    """before and after: the whole text of ``file``. num_fixed, notes: as of the rewrites together."""
 
     file: str
     before: str
     after: str
     num_fixed: int = 0
-    refused: Sequence[str] = ()
+    notes: Sequence[str] = ()
 
     @property
     def changed(self) -> bool:
@@ -62,15 +62,15 @@ def mend(text: str, file: str, rewrites: Sequence[Rewrite]) -> Mended:
     if suffix == ".json" or (suffix == ".ipynb" and notebook is None):
         return Mended(file, text, text)
     source = notebook.source if notebook else text
-    num_fixed, refused = 0, list[str]()
+    num_fixed, notes = 0, list[str]()
     for rewrite in rewrites:
         rewritten = rewrite(source, file)
         source = rewritten.source
         num_fixed += rewritten.num_fixed
-        refused += rewritten.refused
+        notes += rewritten.notes
     if notebook is None:
-        return Mended(file, text, source, num_fixed, refused)
+        return Mended(file, text, source, num_fixed, notes)
     try:
-        return Mended(file, text, notebook.with_source(source), num_fixed, refused)
+        return Mended(file, text, notebook.with_source(source), num_fixed, notes)
     except ValueError as error:
         return Mended(file, text, text, 0, [f"{file}: nothing was changed, {error}"])
