@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import ast
+import math
+import re
 from dataclasses import replace
 
 from halfstep.lint import vocabulary
-from halfstep.lint.expressions import Expressions, element_of
-from halfstep.lint.formats import answer, format_of, region_formats, widest
+from halfstep.lint.expressions import Expressions, element_of, is_small, unscales, with_a_graph
+from halfstep.lint.formats import (
+    answer,
+    devices_among,
+    devices_of,
+    format_of,
+    imposed,
+    moved_to,
+    region_formats,
+    widest,
+)
 from halfstep.lint.parameters import assumed
 from halfstep.lint.state import Frame
 from halfstep.lint.values import (
@@ -28,6 +39,7 @@ from halfstep.lint.values import (
     Tensor,
     Unknown,
     Value,
+    is_lowest,
     join,
 )
 
@@ -39,7 +51,6 @@ _SAME_MODULE = frozenset(
     "gradient_checkpointing_enable enable_input_require_grads set_default_dtype".split()
 )
 _GRIDS = frozenset({"arange", "linspace", "logspace", "randint", "randperm"})
-_LIKE = frozenset({"zeros_like", "ones_like", "rand_like", "randn_like", "empty_like", "full_like"})
 _ORDERED = {
     "scaler": {"scale", "step", "update", "unscale_", "get_scale", "state_dict", "load_state_dict"},
     "optimizer": {"step", "zero_grad", "state_dict", "load_state_dict", "add_param_group"},
@@ -57,18 +68,17 @@ class Calls(Expressions):
     def call(self, node: ast.Call) -> Value:
         function = self.value(node.func)
         args, keywords = self._arguments(node)
-        if isinstance(function, Method) and isinstance(function.receiver, Items):
-            self._grow(node, function, args)
+        if isinstance(function, Method) and isinstance(node.func, ast.Attribute):
+            self._grow(node.func.value, function, args)
         return self.apply(function, args, keywords, node)
 
-    def _grow(self, node: ast.Call, function: Method, args: tuple[Value, ...]) -> None:
-        """``items.append(x)`` and ``extend``: the name holds a longer list afterwards."""
+    def _grow(self, target: ast.expr, function: Method, args: tuple[Value, ...]) -> None:
+        """``items.append(x)`` and ``extend``: ``target`` holds a longer list afterwards."""
         items = function.receiver
-        assert isinstance(items, Items) and isinstance(node.func, ast.Attribute)
-        if function.name in {"append", "extend", "add"} and args:
+        if isinstance(items, Items) and function.name in {"append", "extend", "add"} and args:
             new = element_of(args[0]) if function.name == "extend" and isinstance(args[0], Items) else args[0]
             known = element_of(items)
-            self.assign(node.func.value, Items((new if not items.items else join(known, new),), repeats=True), node)
+            self.assign(target, Items((new if not items.items else join(known, new),), repeats=True), target)
 
     def _arguments(self, node: ast.Call) -> tuple[tuple[Value, ...], Keywords]:
         args: list[Value] = []
@@ -122,7 +132,6 @@ class Calls(Expressions):
         definition = function.node
         if definition in self.functions or len(self.functions) >= MAX_DEPTH:
             return self._unknown_result(args, node)
-        self.inlined.add(definition)
         if isinstance(definition, ast.Lambda):
             self.emit("local", node, "", function.owner, args, keywords)
             return self._enter(function, args, keywords, node)
@@ -130,8 +139,9 @@ class Calls(Expressions):
         decorators = [self.value(decorator) for decorator in definition.decorator_list]
         names = {decorator.qualified for decorator in decorators if isinstance(decorator, Name)}
         is_context = bool(names & {"contextlib.contextmanager", "contextlib.asynccontextmanager"})
-        if self.relevance.yields(definition) and not is_context:
-            return UNKNOWN
+        if self.relevance.yields(definition) and not is_context and self.functions:
+            return UNKNOWN  # its body runs when somebody asks for its next value
+        self.inlined.add(definition)
         contexts = [d for d in decorators if isinstance(d, Object) and d.kind in {"region", "no_grad"}]
         for name in names & {"torch.no_grad", "torch.inference_mode", "torch.cuda.amp.autocast"}:
             contexts.append(Object(vocabulary.kind_of(name), name, self.ident(definition), definition))
@@ -185,7 +195,11 @@ class Calls(Expressions):
         passed = dict(keywords)
         uses = self.relevance.uses(definition)
         defaults: dict[str, ast.expr] = dict(
-            zip([arg.arg for arg in positional][len(positional) - len(parameters.defaults) :], parameters.defaults, strict=True)
+            zip(
+                [arg.arg for arg in positional][len(positional) - len(parameters.defaults) :],
+                parameters.defaults,
+                strict=True,
+            )
         )
         defaults |= {
             arg.arg: default
@@ -200,15 +214,19 @@ class Calls(Expressions):
                     value = None  # a switch: its caller decides
             if value is None or isinstance(value, Unknown):
                 ident: Ident = (arg.lineno, arg.col_offset)
-                value = assumed(
-                    arg.arg, uses.get(arg.arg, set()), arg.annotation, self.names, arg, ident
-                ) or value or Unknown(arg.arg)
+                value = (
+                    assumed(arg.arg, uses.get(arg.arg, set()), arg.annotation, self.names, arg, ident)
+                    or value
+                    or Unknown(arg.arg)
+                )
             frame.values[arg.arg] = value
         if parameters.vararg is not None:
             frame.values[parameters.vararg.arg] = Items(args[len(positional) :])
         if parameters.kwarg is not None:
             known = {arg.arg for arg in [*positional, *parameters.kwonlyargs]}
-            frame.values[parameters.kwarg.arg] = Table(tuple((k, v) for k, v in keywords if k not in known), partial=True)
+            frame.values[parameters.kwarg.arg] = Table(
+                tuple((k, v) for k, v in keywords if k not in known), partial=True
+            )
         return frame
 
     def instantiate(self, cls: ast.ClassDef, args: tuple[Value, ...], keywords: Keywords, node: ast.AST) -> Value:
@@ -237,7 +255,9 @@ class Calls(Expressions):
 
     # -- objects --
 
-    def _call_object(self, function: Instance | Object, args: tuple[Value, ...], keywords: Keywords, node: ast.AST) -> Value:
+    def _call_object(
+        self, function: Instance | Object, args: tuple[Value, ...], keywords: Keywords, node: ast.AST
+    ) -> Value:
         if isinstance(function, Instance):
             name = "forward" if function.is_module else "__call__"
             method = self.attribute(function, name, node)
@@ -290,7 +310,7 @@ class Calls(Expressions):
         elif last in vocabulary.FP32_CLASSES and formats:
             result = Tensor(frozenset({"fp32"}), frozenset({"forward"}), node=node)
         elif last in vocabulary.FP32_CLASSES | vocabulary.PASSING_CLASSES:
-            tags = {"forward"} | ({"probability"} if last in {"Sigmoid", "Softmax"} else set())
+            tags = {"forward", *_CLASS_VALUES.get(last, ())}
             result = Tensor(widest(args), frozenset(tags), node=node)
         elif last == "Embedding":
             result = Tensor(weights or frozenset({"fp32"}), frozenset({"forward"}), node=node)
@@ -302,6 +322,9 @@ class Calls(Expressions):
         return result
 
     def _method(self, receiver: Value, name: str, args: tuple[Value, ...], keywords: Keywords, node: ast.AST) -> Value:
+        if name in _SIZES and isinstance(receiver, Tensor | Unknown):
+            size = Unknown(is_number=True)
+            return size if args or name in {"numel", "nelement", "dim"} else Items((size,), repeats=True)
         if isinstance(receiver, Tensor):
             return self._tensor_method(receiver, name, args, keywords, node)
         if isinstance(receiver, Object):
@@ -310,7 +333,7 @@ class Calls(Expressions):
             if receiver.is_module:
                 return self._module_method(receiver, name, args, keywords, node)
             return self._other(receiver, name, args, keywords, node)
-        if isinstance(receiver, Method) or (isinstance(receiver, Unknown) and name in _TENSOR_ALONE):
+        if isinstance(receiver, Method | Unknown):
             guess = self._of_unknown(receiver, name, args, keywords, node)
             if guess is not None:
                 return guess
@@ -321,22 +344,37 @@ class Calls(Expressions):
             return receiver if name == "copy" else Items(found, True) if name == "values" else UNKNOWN
         return self._other(receiver, name, args, keywords, node)
 
-    def _of_unknown(self, receiver: Value, name: str, args: tuple[Value, ...], keywords: Keywords, node: ast.AST) -> Value | None:
+    def _of_unknown(
+        self, receiver: Value, name: str, args: tuple[Value, ...], keywords: Keywords, node: ast.AST
+    ) -> Value | None:
         """Methods that tensors alone have tell that an unknown receiver is one."""
         if name in _TENSOR_ALONE:
             return self._tensor_method(Tensor(node=node), name, args, keywords, node)
-        if name == "parameters":
+        if name == "parameters" and isinstance(receiver, Method):
             return Parameters()
+        if name == "to" and isinstance(receiver, Unknown) and self._is_cast(receiver, args, keywords):
+            return self._tensor_method(Tensor(node=node), name, args, keywords, node)
         return None
+
+    def _is_cast(self, receiver: Unknown, args: tuple[Value, ...], keywords: Keywords) -> bool:
+        """Whether ``x.to(dtype)`` casts a tensor: a parameter that its function never uses as a module."""
+        if not self.functions or not any(format_of(arg) for arg in (*args, dict(keywords).get("dtype"))):
+            return False
+        uses = self.relevance.uses(self.functions[-1]).get(receiver.name, _MODULE_USES)
+        return not uses & _MODULE_USES
 
     def _other(self, receiver: Value, name: str, args: tuple[Value, ...], keywords: Keywords, node: ast.AST) -> Value:
         result = UNKNOWN if name in {"append", "update", "add", "write", "log"} else self._unknown_result(args, node)
         if isinstance(receiver, Unknown | Method) and name in {"parameters", "trainable_parameters"}:
             result = Parameters()
+        elif isinstance(receiver, Unknown) and (devices := moved_to(name, args, keywords)):
+            result = replace(receiver, devices=devices)
         self.emit("other", node, name, receiver, args, keywords, result)
         return result
 
-    def _object_method(self, receiver: Object, name: str, args: tuple[Value, ...], keywords: Keywords, node: ast.AST) -> Value:
+    def _object_method(
+        self, receiver: Object, name: str, args: tuple[Value, ...], keywords: Keywords, node: ast.AST
+    ) -> Value:
         kind = receiver.kind
         result: Value = UNKNOWN
         if kind == "module" or kind == "average":
@@ -348,7 +386,7 @@ class Calls(Expressions):
             if name == "scale" and args:
                 result = self._scaled(args[0], receiver, updates, node)
             elif name == "get_scale":
-                result = Scale(receiver.ident, updates)
+                result = Scale(receiver.ident, updates, node)
             elif name == "update":
                 self.updates[receiver.ident] = updates + 1
         elif kind == "accelerator" and name == "prepare":
@@ -381,12 +419,16 @@ class Calls(Expressions):
         tensor = value if isinstance(value, Tensor) else Tensor(node=node)
         return replace(tensor.tagged("scaled"), scaler=scaler.ident, updates=updates, node=node)
 
-    def _module_method(self, receiver: Object | Instance, name: str, args: tuple[Value, ...], keywords: Keywords, node: ast.AST) -> Value:
+    def _module_method(
+        self, receiver: Object | Instance, name: str, args: tuple[Value, ...], keywords: Keywords, node: ast.AST
+    ) -> Value:
         result: Value = UNKNOWN
         if name in {"parameters", "trainable_parameters"}:
             result = Parameters(frozenset({receiver.ident}))
         elif name == "named_parameters":
-            result = Items((Items((UNKNOWN, Tensor(frozenset(), frozenset({"parameter"}), of=frozenset({receiver.ident})))),), True)
+            result = Items(
+                (Items((UNKNOWN, Tensor(frozenset(), frozenset({"parameter"}), of=frozenset({receiver.ident})))),), True
+            )
         elif name in _SAME_MODULE:
             result = receiver
             self._cast_module(receiver, name, args, keywords)
@@ -421,6 +463,9 @@ class Calls(Expressions):
             else:
                 self.frozen.discard(receiver.ident)
             return
+        devices = moved_to(name, args, keywords)
+        if devices is not None:
+            self.devices[receiver.ident] = devices
         formats = frozenset({vocabulary.CAST_METHODS[name]}) if name in _DTYPES else frozenset()
         if name == "to":
             for arg in [*args, *(value for keyword, value in keywords if keyword == "dtype")]:
@@ -430,7 +475,9 @@ class Calls(Expressions):
 
     # -- tensors --
 
-    def _tensor_method(self, receiver: Tensor, name: str, args: tuple[Value, ...], keywords: Keywords, node: ast.AST) -> Value:
+    def _tensor_method(
+        self, receiver: Tensor, name: str, args: tuple[Value, ...], keywords: Keywords, node: ast.AST
+    ) -> Value:
         if "gradient" in receiver.tags:
             if name in {"zero_"}:
                 self.emit("optimizer.zero_grad", node, name, Parameters(receiver.of), args, keywords)
@@ -460,16 +507,25 @@ class Calls(Expressions):
                 if isinstance(arg, Unknown) and arg.name == "dtype":
                     cast = frozenset()
         if cast is not None:
-            result = replace(receiver, formats=cast, node=node)
+            devices = moved_to(name, args, keywords)
+            tags = receiver.tags - {"assumed"} if cast else receiver.tags
+            devices = receiver.devices if devices is None else devices
+            result = replace(receiver, formats=cast, tags=tags, node=node, devices=devices)
             self.emit("cast", node, name, receiver, args, keywords, result)
             return result
         if name in {"to", "cuda", "cpu", "contiguous", "clone", "detach", "requires_grad_", "pin_memory"}:
             result = receiver.tagged("detached") if name == "detach" else receiver
+            if name == "requires_grad_" and "detached" in receiver.tags and Const(False) not in args:
+                result = replace(receiver, tags=receiver.tags - {"detached"} | {"leaf"}, node=node)
+            devices = moved_to(name, args, keywords)
+            result = result if devices is None else replace(result, devices=devices)
             self.emit(f"tensor.{name}", node, name, receiver, args, keywords, result)
             return result
-        result = self._operation(name.removesuffix("_") if name.endswith("_") else name, (receiver, *args), keywords, node)
+        operands = (receiver, *(args[1:] if name == "where" else args))
+        result = self._operation(name.removesuffix("_"), operands, keywords, node)
         if name.endswith("_"):
-            result = replace(result, formats=formats)
+            kept = receiver.tags & {"parameter"}  # it is the same tensor
+            result = replace(result, formats=formats, tags=result.tags | kept, of=receiver.of if kept else result.of)
         if name in {"chunk", "split", "unbind", "topk", "max", "min", "sort", "unique"} and isinstance(result, Tensor):
             several = name in {"chunk", "split", "unbind", "topk", "sort"} or bool(args or keywords)
             if several:
@@ -482,13 +538,22 @@ class Calls(Expressions):
         """What an operation of torch answers, as far as its format and tags go."""
         flat = [item for arg in args for item in (arg.items if isinstance(arg, Items) else (arg,))]
         tensors = [value for value in flat if isinstance(value, Tensor)]
-        dtype = format_of(dict(keywords).get("dtype"))
-        formats = dtype or answer(name, flat if name not in _LIKE else flat[:1], self.region())
-        tags = frozenset(tag for tensor in tensors for tag in tensor.tags & _THROUGH)
-        if name in {"div", "true_divide"} and len(args) > 1:
-            tags |= {"divided"} if not isinstance(args[1], Scale) else frozenset()
-        if name in vocabulary.PROBABILITY:
-            tags |= {"probability"}
+        asked = dict(keywords).get("dtype", NONE)
+        formats = answer(name, flat, self.region()) if asked == NONE else format_of(asked)
+        through = frozenset(tag for tensor in tensors for tag in tensor.tags & _THROUGH)
+        tags = frozenset({"literal"}) if name.endswith("_like") else through
+        if asked != NONE or imposed(name, self.region()):
+            tags -= {"assumed"}
+        tags |= _of_values(name, tensors)
+        if name in _FILLS and any(is_lowest(arg) for arg in args):
+            tags |= {"lowest"}
+        tags -= with_a_graph(tensors)
+        if len(args) > 1 and unscales("div" if name in {"div", "true_divide"} else name, args[1]):
+            tags -= {"scaled"}
+        elif name in {"div", "true_divide"} and len(args) > 1:
+            tags |= {"divided"}
+        elif name in {"mul", "multiply"} and len(args) > 1 and not isinstance(args[1], Tensor):
+            tags |= {"divided"} if is_small(args[1]) else set() if isinstance(args[1], Const) else {"weighted"}
         if name in vocabulary.LOSSES:
             tags |= {"loss"}
         if name in {"isfinite", "isnan", "isinf", "eq", "ne", "lt", "gt", "le", "ge", "logical_not"}:
@@ -497,7 +562,11 @@ class Calls(Expressions):
             formats = frozenset({"int"})
         scaled = next((tensor for tensor in tensors if "scaled" in tensor.tags), None)
         of = frozenset(ident for tensor in tensors for ident in tensor.of) if "gradient" in tags else frozenset()
-        return Tensor(formats, tags, scaled.scaler if scaled else None, scaled.updates if scaled else 0, of, node)
+        device = dict(keywords).get("device")
+        devices = devices_among(flat) if device is None else devices_of(device)
+        return Tensor(
+            formats, tags, scaled.scaler if scaled else None, scaled.updates if scaled else 0, of, node, devices
+        )
 
     # -- names of libraries --
 
@@ -517,6 +586,8 @@ class Calls(Expressions):
         if kind:
             made = Object(kind, qualified, self.ident(node), node, args, keywords)
             if kind == "module":
+                if "device" in dict(keywords):
+                    self.devices[made.ident] = devices_of(dict(keywords)["device"])
                 if last == "from_pretrained":
                     asked = dict(keywords).get("torch_dtype") or dict(keywords).get("dtype")
                     if format_of(asked):
@@ -526,7 +597,7 @@ class Calls(Expressions):
             self.updates.pop(made.ident, None)
             self.emit("make", node, qualified, None, args, keywords, made)
             return made
-        if last in {"clip_grad_norm_", "clip_grad_value_", "clip_grad_norm", "clip_grads_with_norm_"} and args:
+        if last in vocabulary.CLIPS and args:
             result: Value = Tensor(frozenset({"fp32"}), frozenset({"gradient norm"}), node=node)
             self.emit("clip", node, qualified, None, args, keywords, result)
             return result
@@ -536,14 +607,25 @@ class Calls(Expressions):
         if qualified == "torch.autograd.grad":
             source = args[0] if args else dict(keywords).get("outputs", UNKNOWN)
             source = element_of(source) if isinstance(source, Items) else source
-            tags = frozenset({"gradient", "autograd"}) | (source.tags & {"scaled"} if isinstance(source, Tensor) else frozenset())
+            tags = frozenset({"gradient", "autograd"}) | (
+                source.tags & {"scaled"} if isinstance(source, Tensor) else frozenset()
+            )
             scaled = source if isinstance(source, Tensor) and "scaled" in source.tags else None
-            gradient = Tensor(frozenset(), tags, scaled.scaler if scaled else None, scaled.updates if scaled else 0, node=node)
+            gradient = Tensor(
+                frozenset(), tags, scaled.scaler if scaled else None, scaled.updates if scaled else 0, node=node
+            )
             self.emit("autograd.grad", node, qualified, None, args, keywords, gradient)
             return Items((gradient,), repeats=True)
         if qualified in {"torch.autograd.backward"}:
             receiver = args[0] if args else UNKNOWN
-            self.emit("backward", node, qualified, element_of(receiver) if isinstance(receiver, Items) else receiver, args, keywords)
+            self.emit(
+                "backward",
+                node,
+                qualified,
+                element_of(receiver) if isinstance(receiver, Items) else receiver,
+                args,
+                keywords,
+            )
             return NONE
         if qualified == "torch.save":
             self.emit("save", node, qualified, None, args, keywords)
@@ -559,12 +641,17 @@ class Calls(Expressions):
             if last in vocabulary.LITERALS:
                 result = self._literal(last, args, keywords, node)
             else:
-                result = self._operation(last, args, keywords, node)
+                operands = args[1:] if last == "where" else args  # its condition has no say
+                result = self._operation(last, operands, keywords, node)
                 if last in {"chunk", "split", "unbind", "topk", "sort", "meshgrid"}:
                     result = Items((result,), repeats=True)
+        elif qualified.startswith("math."):
+            result = _of_numbers(last, args)
         else:
             result = self._unknown_result(args, node)
-        gradients = [arg for arg in args if isinstance(arg, Tensor) and {"gradient"} <= arg.tags and "autograd" not in arg.tags]
+        gradients = [
+            arg for arg in args if isinstance(arg, Tensor) and {"gradient"} <= arg.tags and "autograd" not in arg.tags
+        ]
         gradients += [
             item
             for arg in args
@@ -581,14 +668,18 @@ class Calls(Expressions):
         dtype = dict(keywords).get("dtype")
         usual = {"arange": "int", "randint": "int", "randperm": "int"}.get(name, "fp32")
         formats = format_of(dtype) if dtype is not None else frozenset({usual})
-        tags = {"literal", *({"grid"} if name in _GRIDS else ())}
+        tags = {"literal", *({"lowest"} if any(is_lowest(arg) for arg in args) else ()), *(_extent(node, args) if name in _GRIDS else ())}
         if name in {"tensor", "as_tensor", "from_numpy"}:
             formats = format_of(dtype) if dtype is not None else frozenset()
             if any(isinstance(arg, Tensor) and arg.tags & {"number", "forward", "loss"} for arg in args):
                 tags = {"rebuilt", "detached"}
-        elif name == "arange" and any(isinstance(a, Const) and isinstance(a.value, float) for a in args) and dtype is None:
+        elif (
+            name == "arange"
+            and any(isinstance(a, Const) and isinstance(a.value, float) for a in args)
+            and dtype is None
+        ):
             formats = frozenset({"fp32"})
-        return Tensor(formats, frozenset(tags), node=node)
+        return Tensor(formats, frozenset(tags), node=node, devices=devices_of(dict(keywords).get("device")))
 
     def _builtin(self, name: str, args: tuple[Value, ...], keywords: Keywords, node: ast.AST) -> Value:
         first = args[0] if args else UNKNOWN
@@ -607,10 +698,12 @@ class Calls(Expressions):
             for arg in args:
                 if isinstance(arg, Tensor) and "number" not in arg.tags:
                     self.emit("item", node, name, arg, args, keywords)
+        elif name in {"len", "int", "float"}:
+            result = Unknown(is_number=True)
         elif name in {"list", "tuple", "iter", "reversed", "sorted", "set"}:
             result = first
         elif name == "enumerate":
-            result = Items((Items((Unknown("index"), self.element(first))),), repeats=True)
+            result = Items((Items((Unknown("index", is_number=True), self.element(first))),), repeats=True)
         elif name == "zip":
             result = Items((Items(tuple(self.element(arg) for arg in args)),), repeats=True)
         elif name in {"sum", "max", "min", "abs", "round", "pow"}:
@@ -626,7 +719,9 @@ class Calls(Expressions):
         elif name == "isinstance" or name == "hasattr":
             result = UNKNOWN
         elif name == "dict":
-            result = Table(tuple((k, v) for k, v in keywords if k != "**"), any(k == "**" for k, _ in keywords) or bool(args))
+            result = Table(
+                tuple((k, v) for k, v in keywords if k != "**"), any(k == "**" for k, _ in keywords) or bool(args)
+            )
         elif name == "next":
             result = self.element(first)
         elif name == "super":
@@ -636,9 +731,64 @@ class Calls(Expressions):
         return result
 
 
-_THROUGH = frozenset({"forward", "divided", "scaled", "gradient", "loss", "detached", "assumed", "autograd", "mask", "rebuilt", "grid"})
+def _of_numbers(name: str, args: tuple[Value, ...]) -> Value:
+    """What a function of ``math`` gives."""
+    if all(isinstance(arg, Const) for arg in args):
+        try:
+            return Const(getattr(math, name)(*(arg.value for arg in args if isinstance(arg, Const))))
+        except (TypeError, ValueError, ArithmeticError, AttributeError):
+            return UNKNOWN
+    return Unknown(is_number=True)
+
+
+def _of_values(operation: str, tensors: list[Tensor]) -> frozenset[str]:
+    """The tags that tell of the values an operation gives."""
+    if operation in vocabulary.SAME_VALUES | {"masked_fill", "where", "clamp"}:
+        return frozenset(tag for tensor in tensors for tag in tensor.tags & _OF_VALUES)
+    if operation in vocabulary.PROBABILITY:
+        return frozenset({"probability"})
+    if operation in vocabulary.LOG_PROBABILITY:
+        return frozenset({"log_probability"})
+    return frozenset({"bounded"} if operation in vocabulary.BOUNDED else ())
+
+
+def _extent(node: ast.AST, args: tuple[Value, ...]) -> set[str]:
+    """How far a range may go: tags of a grid, none for one that any 16-bit format holds exactly."""
+    numbers = [abs(a.value) for a in args if isinstance(a, Const) and isinstance(a.value, int | float)]
+    if len(numbers) < sum(isinstance(arg, Const | Unknown | Tensor | Method) for arg in args):
+        text = " ".join(ast.unparse(part) for part in node.args) if isinstance(node, ast.Call) else ""
+        return {"grid", "long grid"} if _MANY.search(text) else {"grid"} if _SIZE.search(text) else set()
+    return {tag for tag, limit in (("grid", 256), ("long grid", 2048)) if any(number > limit for number in numbers)}
+
+
+_SIZE = re.compile(r"\.shape\[|\.size\(")
+_MANY = re.compile(r"seq|len|step|time|pos|ctx|context", re.I)
+"""How sources call what is counted in hundreds and more."""
+_OF_VALUES = frozenset({"probability", "bounded", "log_probability", "lowest"})
+_CLASS_VALUES = {
+    "Sigmoid": {"probability"}, "Softmax": {"probability"}, "LogSoftmax": {"log_probability"}, "Tanh": {"bounded"},
+}  # fmt: skip
+_FILLS = frozenset({"masked_fill", "where", "full_like", "new_full", "fill", "index_fill"})
+_MODULE_USES = frozenset({"()", "parameters", "named_parameters", "train", "eval", "state_dict", "load_state_dict"})
+_SIZES = frozenset({"size", "numel", "nelement", "dim", "stride"})
+_THROUGH = frozenset(
+    {
+        "forward",
+        "divided",
+        "weighted",
+        "scaled",
+        "gradient",
+        "loss",
+        "detached",
+        "assumed",
+        "autograd",
+        "mask",
+        "rebuilt",
+        "grid",
+        "long grid",
+    }
+)
 _TENSOR_ALONE = frozenset(
     "backward unsqueeze masked_fill masked_fill_ softmax log_softmax detach half bfloat16 requires_grad_ view_as "
     "bmm matmul sigmoid rsqrt clamp_min log_ logsumexp numpy".split()
 )
-

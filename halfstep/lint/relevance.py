@@ -12,10 +12,12 @@ _ORDER_METHODS = frozenset(
     "toggle_optimizer accumulate no_sync".split()
 )
 _ORDER_NAMES = frozenset({"clip_grad_norm_", "clip_grad_value_", "grad", "GradScaler", "autocast"})
+_BACKWARD = frozenset({"backward", "manual_backward"})
 _OPPOSITES = {ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq}
 _EVIDENCE = re.compile(
-    r"scaler|autocast|amp\b|half|float16|fp16|bf16|backward|unscale_|zero_grad|clip_grad|training_step|accelerat|finfo"
-    r"|GradScaler|anomaly|precision|\.grad\b|normalize|masked_fill|\blog\b|optim|torch\.save|\.numpy\(|no_grad|lerp_"
+    r"scaler|Scaler|autocast|\bamp\b|half\b|float16|fp16|bf16|backward|unscale_|zero_grad|clip_grad|training_step|ccelerat"
+    r"|isfinite|isnan|nan_to_num|ross_?[eE]ntropy"
+    r"|finfo|anomaly|\.grad\b|optimizer|optim\.|torch\.save|no_grad|lerp_|precision="
 )
 """What a function holds, itself or in one that it calls, if any rule may have a word to say about it."""
 _LEAVES = (ast.Return, ast.Break, ast.Continue, ast.Raise)
@@ -27,6 +29,7 @@ class Relevance:
     def __init__(self, tree: ast.Module, lines: list[str]) -> None:
         self._matters: dict[ast.AST, bool] = {}
         self._leaves: dict[ast.AST, bool] = {}
+        self._trains: dict[ast.AST, bool] = {}
         self._assignments: dict[ast.ClassDef, dict[str, list[ast.expr]]] = {}
         self._texts: dict[ast.AST, str] = {}
         self._opposites: dict[ast.AST, str] = {}
@@ -35,7 +38,7 @@ class Relevance:
         self._yields: dict[ast.AST, bool] = {}
         self._uses: dict[ast.AST, dict[str, set[str]]] = {}
         calls: dict[str, set[str]] = {}
-        relevant, worth, counters = set(), set(), set()
+        relevant, worth, counters, evident = set(), set(), set(), set()
         for node in ast.walk(tree):
             if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add | ast.Sub):
                 counters.add(getattr(node.target, "id", "") or getattr(node.target, "attr", ""))
@@ -43,16 +46,22 @@ class Relevance:
                 called = calls.setdefault(node.name, set())
                 if _EVIDENCE.search("\n".join(lines[_first_line(node) - 1 : node.end_lineno])):
                     worth.add(node.name)
+                    evident.add(node)
                 for inner in ast.walk(node):
                     if isinstance(inner, ast.Call):
                         called.add(_called(inner))
                     if _orders(inner):
                         relevant.add(node.name)
         self.functions = _with_callers(relevant, calls)
-        self.worth = _with_callers(worth, calls)
-        """The names of functions that a rule may have a word to say about."""
+        self._trainers = _with_callers({name for name, called in calls.items() if called & _BACKWARD}, calls)
+        self._worth, self._evident = _with_callers(worth, calls), evident
         self.counters = frozenset(counters - {""})
         """What ``+=`` and ``-=`` change somewhere: a condition that reads one asks for no setting."""
+
+    def is_worth(self, definition: ast.FunctionDef | ast.AsyncFunctionDef, cls: ast.ClassDef | None) -> bool:
+        """Whether a rule may have a word to say about a function: by itself, what it calls, or the object it is of."""
+        constructor = self.members(cls).get("__init__") if cls is not None else None
+        return definition.name in self._worth or constructor in self._evident
 
     def self_assignments(self, cls: ast.ClassDef) -> dict[str, list[ast.expr]]:
         """Every ``self.name = value`` in the methods of a class."""
@@ -83,10 +92,10 @@ class Relevance:
         return self._members[cls]
 
     def holds_loop(self, loop: ast.For | ast.AsyncFor | ast.While) -> bool:
-        """Whether a loop holds another one that matters."""
+        """Whether a loop holds another one that trains."""
         if loop not in self._holds_loop:
             self._holds_loop[loop] = any(
-                isinstance(part, ast.For | ast.While) and self.matters(part)
+                isinstance(part, ast.For | ast.While) and self.trains(part)
                 for statement in loop.body
                 for part in ast.walk(statement)
             )
@@ -117,6 +126,13 @@ class Relevance:
                 for inner in ast.walk(node)
             )
         return self._matters[node]
+
+    def trains(self, node: ast.AST) -> bool:
+        """Whether ``node`` holds a backward pass, itself or in a function that it calls."""
+        if node not in self._trains:
+            called = {_called(inner) for inner in ast.walk(node) if isinstance(inner, ast.Call)}
+            self._trains[node] = bool(called & (_BACKWARD | self._trainers))
+        return self._trains[node]
 
     def leaves(self, node: ast.AST) -> bool:
         """Whether ``node`` may leave the surrounding loop or function."""

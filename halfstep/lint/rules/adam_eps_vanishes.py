@@ -26,7 +26,7 @@ _EPS = {
 def check(script: Script) -> Iterator[Problem]:
     for path in script.paths:
         for trained in trained_in_16_bit(path):
-            if not eps_vanishes(trained) or (trained.step is None and script.has("scaler.step")):
+            if not eps_vanishes(trained) or (trained.step is None and _is_stepped_by_scaler(script, trained)):
                 continue
             made = trained.made
             yield Problem(
@@ -35,6 +35,11 @@ def check(script: Script) -> Iterator[Problem]:
                 "and makes its weight NaN; keep the weights in fp32, or pass eps=1e-4",
                 *_mended(script, made.node),
             )
+
+
+def _is_stepped_by_scaler(script: Script, trained: Trained) -> bool:
+    """Whether another path hands this optimizer to a scaler, which refuses fp16 gradients before Adam sees them."""
+    return any(event.what == "scaler.step" and trained.optimizer in event.args for event in script.sites)
 
 
 def eps_vanishes(trained: Trained) -> bool:
