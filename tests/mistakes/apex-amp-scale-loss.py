@@ -1,4 +1,3 @@
-import torch
 from apex import amp
 from torch import nn
 

@@ -1,4 +1,5 @@
 """Speed switches at the top of a training script."""
+
 import argparse
 
 import torch

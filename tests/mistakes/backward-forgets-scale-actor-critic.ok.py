@@ -1,4 +1,5 @@
 """Advantage actor critic on a toy grid; two losses, one scaler."""
+
 import torch
 from torch import nn
 from torch.distributions import Categorical

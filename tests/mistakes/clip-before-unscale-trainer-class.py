@@ -1,4 +1,5 @@
 """Denoise short audio clips with a small 1-d U-shaped net."""
+
 import torch
 import torch.nn.functional as F
 from torch import nn

@@ -1,4 +1,5 @@
 """Fit the phase of a hologram; second-order optimizer."""
+
 import torch
 from torch import nn
 

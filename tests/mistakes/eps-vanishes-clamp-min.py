@@ -10,12 +10,13 @@ class PrototypeLoss(nn.Module):
 
     def forward(self, features, target):
         logits = self.centres(features)
-        length = features.abs().amax(dim=-1, keepdim=True)
-        cosine = logits / length.clamp(min=1e-8)  # HS142
+        spread = logits.abs().amax(dim=-1, keepdim=True)
+        cosine = logits / spread.clamp(min=1e-8)  # HS142
         return F.cross_entropy(16.0 * cosine.float(), target)
 
 
-def train(backbone, loss_fn, loader):
+def train(backbone, loader, num_classes):
+    backbone, loss_fn = backbone.cuda(), PrototypeLoss(num_classes, 512).cuda()
     opt = torch.optim.SGD([*backbone.parameters(), *loss_fn.parameters()], lr=0.1)
     gs = torch.amp.GradScaler("cuda")
     for faces, who in loader:

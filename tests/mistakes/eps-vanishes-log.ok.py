@@ -12,7 +12,7 @@ for _ in range(8):
     y = torch.randint(0, 6, (32,), device=device)
     with torch.autocast(device, dtype=torch.float16):
         gate = torch.relu(mixer(x))
-    log_gate = torch.log(gate.float() + 1e-8)
+    log_gate = torch.log(gate.float().clamp(min=1e-4))
     loss = nn.functional.nll_loss(log_gate.float().log_softmax(-1), y)
     opt.zero_grad()
     scaler.scale(loss).backward()

@@ -13,4 +13,4 @@ for step in range(1000):
     loss.backward()
     opt.step()
     if step % 100 == 0:
-        print(f"step {step}: loss {float(loss):.4f}")
+        print(f"step {step}: loss {loss.item():.4f}")

@@ -12,4 +12,4 @@ for step in range(1000):
     opt.zero_grad(set_to_none=True)
     loss.backward()
     opt.step()
-    print(f"step {step}: loss {float(loss):.4f}")  # HS202
+    print(f"step {step}: loss {float(loss.detach()):.4f}")  # HS202

@@ -1,7 +1,6 @@
 from argparse import Namespace
 
 import torch
-from torch import nn
 
 
 def train(args: Namespace, net, loader):

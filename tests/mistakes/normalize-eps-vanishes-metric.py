@@ -12,7 +12,8 @@ class MetricHead(nn.Module):
         return F.normalize(self.project(x), dim=-1)  # HS157
 
 
-def train(trunk, head, triplets):
+def train(trunk, triplets):
+    trunk, head = trunk.cuda(), MetricHead(512, 64).cuda()
     opt = torch.optim.AdamW([*trunk.parameters(), *head.parameters()], lr=1e-4)
     scaler = torch.amp.GradScaler("cuda")
     for anchor, same, other in triplets:

@@ -1,5 +1,4 @@
 import torch
-from torch import nn
 
 
 def lipschitz_term(critic, real, fake, scaler):

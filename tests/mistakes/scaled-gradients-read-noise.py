@@ -1,4 +1,5 @@
 """Gradient noise for a tabular net: a fixed spread is added to every true gradient."""
+
 import torch
 from torch import nn
 

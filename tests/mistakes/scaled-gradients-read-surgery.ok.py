@@ -1,4 +1,5 @@
-"""Two tasks with conflicting gradients: project one onto the other's normal, if they disagree by more than a margin."""
+"""Two tasks on one trunk: large entries of its gradient are squashed, so that neither task drowns the other."""
+
 import torch
 from torch import nn
 

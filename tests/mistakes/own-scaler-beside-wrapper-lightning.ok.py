@@ -1,0 +1,21 @@
+import lightning as L
+import torch
+from torch import nn
+
+
+class Classifier(L.LightningModule):
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.net.parameters(), lr=1e-3)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        loss = nn.functional.cross_entropy(self.net(x).float(), y)
+        return loss
+
+
+def main(net, loader):
+    L.Trainer(precision="16-mixed", max_epochs=3, gradient_clip_val=1.0).fit(Classifier(net), loader)
