@@ -213,12 +213,7 @@ class Calls(Expressions):
                 if isinstance(value, Const) and (isinstance(value.value, bool) or value.value is None):
                     value = None  # a switch: its caller decides
             if value is None or isinstance(value, Unknown):
-                ident: Ident = (arg.lineno, arg.col_offset)
-                value = (
-                    assumed(arg.arg, uses.get(arg.arg, set()), arg.annotation, self.names, arg, ident)
-                    or value
-                    or Unknown(arg.arg)
-                )
+                value = self._assume(arg, uses.get(arg.arg, set()), value) or value or Unknown(arg.arg)
             frame.values[arg.arg] = value
         if parameters.vararg is not None:
             frame.values[parameters.vararg.arg] = Items(args[len(positional) :])
@@ -228,6 +223,17 @@ class Calls(Expressions):
                 tuple((k, v) for k, v in keywords if k not in known), partial=True
             )
         return frame
+
+    def _assume(self, arg: ast.arg, uses: set[str], passed: Unknown | None) -> Value | None:
+        """What the use of a parameter tells. The name that the caller passed means the same from then on."""
+        name = "" if passed is None else passed.name
+        turns = [loop.turn for loop in self.loops if isinstance(loop.node, ast.For) and name in _targets(loop.node)]
+        value = assumed(arg.arg, uses, arg.annotation, self.names, arg, (*self.ident(arg), *turns))
+        if passed is not None and isinstance(value, Object):
+            caller = self.frames[self.frame].values
+            caller.update({name: value for name, known in caller.items() if known is passed})
+            self.heap.update({key: value for key, known in self.heap.items() if known is passed})
+        return value
 
     def instantiate(self, cls: ast.ClassDef, args: tuple[Value, ...], keywords: Keywords, node: ast.AST) -> Value:
         """Make an object of a class of the source: run its ``__init__``."""
@@ -750,6 +756,11 @@ def _of_values(operation: str, tensors: list[Tensor]) -> frozenset[str]:
     if operation in vocabulary.LOG_PROBABILITY:
         return frozenset({"log_probability"})
     return frozenset({"bounded"} if operation in vocabulary.BOUNDED else ())
+
+
+def _targets(loop: ast.For) -> set[str]:
+    """The names that a loop assigns in every turn."""
+    return {node.id for node in ast.walk(loop.target) if isinstance(node, ast.Name)}
 
 
 def _extent(node: ast.AST, args: tuple[Value, ...]) -> set[str]:

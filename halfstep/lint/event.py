@@ -42,12 +42,14 @@ class Event:
     assigned: receiver is the module), ``save``, ``load``, ``enter``, ``leave`` (a ``with``), ``loop``, ``again``,
     ``end`` (first turn, next turn, end of a loop), ``return continue break raise``; ``cast``; ``item``;
     ``tensor.METHOD``, ``call`` of a library function (``name`` is its qualified name), ``operator`` (``name`` is add,
-    sub, mul, div, pow, matmul ...), ``compare``, ``store`` (``x[i] = y``), ``KIND.METHOD`` of any other object.
+    sub, mul, div, pow, matmul ...), ``compare``, ``store`` (``x[i] = y``), ``read`` (an attribute of a scaler),
+    ``KIND.METHOD`` of any other object.
 
     name: the method, operator, or qualified name. receiver: what it was called on. args, keywords: as passed.
     result: what it gave. contexts: objects of the ``with`` blocks around it, outermost first, those of callers
     included. loops: likewise. decisions: the conditions around it (enclosing ``if``), callers' included. calls: the
-    call nodes of this source that lead to it, outermost first. updates: ``update()`` calls before it on this path.
+    call nodes of this source that lead to it, outermost first. devices: the device types that the module it was called
+    on is on, or the tensors it was handed; empty when that is not known.
     """
 
     what: str
@@ -62,6 +64,7 @@ class Event:
     decisions: tuple[Decision, ...] = ()
     calls: tuple[ast.AST, ...] = ()
     function: ast.AST | None = None
+    devices: frozenset[str] = frozenset()
 
     def argument(self, name: str, position: int | None = None) -> Value | None:
         """The argument passed by name, or at ``position``; None when it was left out."""

@@ -8,12 +8,14 @@ import math
 import operator
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-from halfstep.lint.formats import answer, widest
+from halfstep.lint.formats import answer, devices_among, imposed, widest
 from halfstep.lint.names import canonical
 from halfstep.lint.state import State
 from halfstep.lint.values import (
+    MAX_WEIGHT,
     NONE,
     UNKNOWN,
     Choice,
@@ -31,6 +33,9 @@ from halfstep.lint.values import (
     Tensor,
     Unknown,
     Value,
+    finfo_bound,
+    is_lowest,
+    is_number,
     join,
 )
 
@@ -46,7 +51,9 @@ _OPERATORS: dict[type[ast.operator], tuple[str, Callable[[Any, Any], Any]]] = {
     ast.BitOr: ("or", operator.or_),
     ast.BitAnd: ("and", operator.and_),
 }
-_PASSED_ON = frozenset({"forward", "divided", "scaled", "gradient", "loss", "detached", "assumed", "rebuilt", "number"})
+_PASSED_ON = frozenset(
+    "forward divided scaled gradient loss detached assumed rebuilt number weighted log_probability".split()
+)
 """What a result inherits from the tensors it was computed from."""
 _ATTRIBUTES_OF_SAME = frozenset({"T", "mT", "H", "mH", "real", "data"})
 
@@ -65,7 +72,7 @@ class Expressions(State):
         method = getattr(self, _METHODS.get(type(node), ""), None)
         if method is not None:
             result: Value = method(node)
-            return result
+            return UNKNOWN if isinstance(result, Items | Table) and result.weight > MAX_WEIGHT else result
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.expr):
                 self.value(child)
@@ -90,7 +97,10 @@ class Expressions(State):
 
     @staticmethod
     def _library(qualified: str) -> Value:
-        return Const(math.inf) if qualified in {"math.inf", "torch.inf", "numpy.inf"} else Name(qualified)
+        if qualified in {"torch.inf", "numpy.inf"}:
+            return Const(math.inf)
+        constant = getattr(math, qualified[5:], None) if qualified.startswith("math.") else None
+        return Const(constant) if isinstance(constant, float) else Name(qualified)
 
     def attribute(self, base: Value, name: str, node: ast.AST) -> Value:
         """``base.name``."""
@@ -106,10 +116,14 @@ class Expressions(State):
                 return base.argument("type", 0) or UNKNOWN
             if base.kind == "accelerator" and name == "scaler":
                 return Object("scaler", "accelerate.scaler", base.ident, base.node)
+            if base.kind == "scaler":
+                self.emit("read", node, name, base)
             return base if name == "module" and base.kind == "module" else Method(base, name)
         if isinstance(base, Tensor):
             if name == "grad":
                 return Tensor(base.formats, frozenset({"gradient"}), of=base.of, node=node)
+            if name == "loss" and "forward" in base.tags:
+                return replace(base.tagged("loss"), formats=frozenset(), node=node)
             if name in _ATTRIBUTES_OF_SAME:
                 return base.tagged("detached") if name == "data" and "gradient" not in base.tags else base
             if name == "dtype":
@@ -119,8 +133,12 @@ class Expressions(State):
                     found = frozenset(Name(f"torch.{f}") for f in known_formats)
                     return next(iter(found)) if len(found) == 1 else Choice(frozenset(found))
                 return Unknown("dtype")
-            if name in {"shape", "device", "requires_grad", "ndim", "is_cuda", "size"}:
-                return Unknown(name) if name != "size" else Method(base, name)
+            if name in {"device", "requires_grad", "is_cuda"}:
+                return Unknown(name)
+        if name == "shape" and isinstance(base, Tensor | Unknown | Method):
+            return Items((Unknown(is_number=True),), repeats=True)
+        if name == "ndim" and isinstance(base, Tensor):
+            return Unknown(name, is_number=True)
         if isinstance(base, Class):
             return self._class_attribute(base.node, name, None) or Unknown(name)
         if isinstance(base, Unknown):
@@ -244,7 +262,7 @@ class Expressions(State):
         base, index = self.value(node.value), self.value(node.slice)
         if isinstance(base, Items) and isinstance(index, Const) and isinstance(index.value, int):
             if base.repeats:
-                return element_of(base)
+                return base if isinstance(node.slice, ast.Slice) else element_of(base)
             if -len(base.items) <= index.value < len(base.items):
                 return base.items[index.value]
             return UNKNOWN
@@ -252,18 +270,23 @@ class Expressions(State):
             if isinstance(index, Const):
                 return base.get(index.value) or UNKNOWN
             found = [value for _, value in base.pairs]
-            if found and not base.partial:
+            if found and (not base.partial or all(key is None for key, _ in base.pairs)):
                 result = found[0]
                 for value in found[1:]:
                     result = join(result, value)
-                return result
+                several = isinstance(result, Object) and result.kind in {"optimizer", "scaler"} and len(set(found)) > 1
+                return UNKNOWN if several else result
             return UNKNOWN
         if isinstance(base, Object):
             if base.kind in {"checkpoint", "checkpoint entry"}:
                 return Object("checkpoint entry", "", base.ident, node, (*base.args, index))
             if base.kind == "module":
                 children = base.args[0].items if base.args and isinstance(base.args[0], Items) else base.args
-                if isinstance(index, Const) and isinstance(index.value, int) and -len(children) <= index.value < len(children):
+                if (
+                    isinstance(index, Const)
+                    and isinstance(index.value, int)
+                    and -len(children) <= index.value < len(children)
+                ):
                     return children[index.value]
                 return Object("module", "", (*base.ident, node.lineno, node.col_offset), node)
         return base if isinstance(base, Tensor) else UNKNOWN
@@ -311,13 +334,8 @@ class Expressions(State):
     def operate(self, node: ast.AST, op: ast.operator, left: Value, right: Value) -> Value:
         """``left op right``."""
         name, function = _OPERATORS.get(type(op), ("other", operator.add))
-        if isinstance(left, Const) and isinstance(right, Const) and name in _FOLDED:
-            try:
-                if not (name == "pow" and abs(right.value) > 200):
-                    return Const(function(left.value, right.value))
-            except (TypeError, ValueError, ArithmeticError):
-                pass
-            return UNKNOWN
+        if isinstance(left, Const) and isinstance(right, Const):
+            return _folded(name, function, left.value, right.value)
         if isinstance(left, Items) and isinstance(right, Items) and name == "add":
             return Items(left.items + right.items, left.repeats or right.repeats)
         if isinstance(left, Table) and isinstance(right, Table) and name == "or":
@@ -329,30 +347,46 @@ class Expressions(State):
         return result
 
     def _operated(self, name: str, left: Value, right: Value, node: ast.AST) -> Value:
+        if name == "div" and isinstance(left, Const) and isinstance(right, Scale):
+            return replace(right, inverse=not right.inverse)
         if not isinstance(left, Tensor) and not isinstance(right, Tensor):
             region = self.region()
             formats = answer(name, (left, right), region) if region is not None and name == "matmul" else frozenset()
-            return Tensor(formats, frozenset(), node=node) if formats else UNKNOWN
+            if is_number(left) and is_number(right):
+                return Unknown(is_number=True)
+            low = name == "mul" and (is_lowest(left) or is_lowest(right))  # a mask, from wherever it comes
+            return Tensor(formats, frozenset({"lowest"} if low else ()), node=node) if formats or low else UNKNOWN
         tensors = [value for value in (left, right) if isinstance(value, Tensor)]
-        formats = answer(name, (left, right), self.region()) if name in {"matmul", "pow"} else widest((left, right))
         tags = frozenset(tag for tensor in tensors for tag in tensor.tags & _PASSED_ON)
+        if imposed(name, self.region()):
+            tags -= {"assumed"}
+        tags |= _of_values(name, left, right)
         if not all("number" in tensor.tags for tensor in tensors):
             tags -= {"number"}
-        if name in {"add", "sub"} and not all("divided" in tensor.tags for tensor in tensors):
-            tags -= {"divided"}  # a term of a loss that is divided does not divide the loss
+        if name in {"add", "sub"} and not all(tensor.tags & {"divided", "weighted"} for tensor in tensors):
+            tags -= {"divided", "weighted"}  # a term of a loss that is divided does not divide the loss
+        tags -= with_a_graph(tensors)
         other = right if isinstance(left, Tensor) else left
         scaled = next((tensor for tensor in tensors if "scaled" in tensor.tags), None)
-        if name in {"add", "sub", "floor_divide"} or (name == "mul" and not _is_small(left) and not _is_small(right)):
-            tags |= frozenset(tag for tensor in tensors for tag in tensor.tags & {"grid"})
-        if name == "div" and isinstance(right, Scale):
+        if name in {"add", "sub", "floor_divide"} or (name == "mul" and not is_small(left) and not is_small(right)):
+            tags |= frozenset(tag for tensor in tensors for tag in tensor.tags & {"grid", "long grid"})
+        if unscales(name, right) or unscales(name, left):
             tags -= {"scaled"}
         elif name == "div" and isinstance(left, Tensor):
             tags |= {"divided"}
         elif name == "mul" and not isinstance(other, Tensor):
-            tags |= {"divided"} if _is_small(other) else set() if isinstance(other, Const) else {"weighted"}
+            tags |= {"divided"} if is_small(other) else set() if isinstance(other, Const) else {"weighted"}
         scaler, updates = (scaled.scaler, scaled.updates) if scaled is not None and "scaled" in tags else (None, 0)
         of = frozenset(ident for tensor in tensors for ident in tensor.of)
-        return Tensor(formats, tags, scaler, updates, of, node)
+        return Tensor(self._promoted(name, left, right), tags, scaler, updates, of, node, devices_among((left, right)))
+
+    def _promoted(self, name: str, left: Value, right: Value) -> frozenset[str]:
+        if name == "div" and is_number(left):
+            return answer("reciprocal", (right,), self.region())  # what torch makes of 1 / x
+        if name in {"matmul", "pow"}:
+            return answer(name, (left, right), self.region())
+        formats = widest((left, right))
+        return frozenset({"fp32"}) if name == "div" and formats and formats <= {"int", "bool"} else formats
 
     def region(self) -> Object | None:
         """The innermost autocast region around here."""
@@ -368,7 +402,11 @@ class Expressions(State):
                     return Const(not operand.value)
             except TypeError:
                 return UNKNOWN
-        return operand if isinstance(operand, Tensor) and not isinstance(node.op, ast.Not) else UNKNOWN
+        bound = finfo_bound(operand)
+        if bound is not None and bound[1] in _NEGATED and isinstance(node.op, ast.USub):
+            return Method(bound[0], _NEGATED[bound[1]])
+        passes = isinstance(operand, Tensor) or is_number(operand)
+        return operand if passes and not isinstance(node.op, ast.Not) else UNKNOWN
 
     def _Compare(self, node: ast.Compare) -> Value:
         values = [self.value(node.left), *(self.value(part) for part in node.comparators)]
@@ -441,6 +479,7 @@ class Expressions(State):
 _METHODS = {
     kind: f"_{kind.__name__}" for kind in vars(ast).values() if isinstance(kind, type) and issubclass(kind, ast.expr)
 }
+_NEGATED = {"min": "max", "max": "min"}
 _FOLDED = {"add", "sub", "mul", "div", "floor_divide", "remainder", "pow"}
 _COMPARED: dict[str, Callable[[Const, Any], bool]] = {
     "Eq": lambda left, right: bool(left.value == right.value),
@@ -461,13 +500,53 @@ def _chosen(text: str) -> str:
     return "frozen" if re.search(r"not \w+\.requires_grad|requires_grad (is|==) False", text) else "trainable"
 
 
-def _is_small(value: Value) -> bool:
+def _of_values(operation: str, left: Value, right: Value) -> frozenset[str]:
+    """The tags that tell of the values of ``left operation right``."""
+    tags = [value.tags for value in (left, right) if isinstance(value, Tensor)]
+    found = set()
+    if operation == "sub" and isinstance(left, Const) and "probability" in tags[0]:
+        found.add("probability")  # 1 - p
+    if operation in {"mul", "pow"} and all(tag & {"probability", "bounded"} for tag in tags):
+        found.add("bounded")
+    if (operation == "mul" and (is_lowest(left) or is_lowest(right))) or (
+        operation == "add" and any("lowest" in tag for tag in tags)
+    ):
+        found.add("lowest")
+    return frozenset(found)
+
+
+def is_small(value: Value) -> bool:
     """Whether it is a number that makes a product smaller, as the inverse of a count does."""
     return isinstance(value, Const) and isinstance(value.value, int | float) and abs(value.value) < 1
 
 
+def _folded(name: str, function: Callable[[Any, Any], Any], left: object, right: object) -> Value:
+    """An operation on constants, computed where that is sure to be small."""
+    numbers = all(isinstance(value, int | float) and (isinstance(value, float) or value.bit_length() <= 256) for value in (left, right))
+    texts = name == "add" and isinstance(left, str) and isinstance(right, str) and len(left) + len(right) <= 1000
+    if not texts and not (numbers and name in _FOLDED and not (name == "pow" and abs(right) > 64)):  # type: ignore[operator]
+        return UNKNOWN
+    try:
+        return Const(function(left, right))
+    except (TypeError, ValueError, ArithmeticError):
+        return UNKNOWN
+
+
 def _contains(container: Const | Items, element: Const) -> bool:
     return element in container.items if isinstance(container, Items) else element.value in container.value
+
+
+def unscales(operation: str, operand: Value) -> bool:
+    """Whether a division by ``operand``, or a product with it, takes the loss scale out."""
+    if not isinstance(operand, Scale):
+        return False
+    return operation == ("mul" if operand.inverse else "div")
+
+
+def with_a_graph(tensors: list[Tensor]) -> frozenset[str]:
+    """The tags that a result loses because one of its operands may have a graph."""
+    without = {"detached", "rebuilt", "literal", "number"}
+    return frozenset() if all(tensor.tags & without for tensor in tensors) else frozenset({"detached", "rebuilt"})
 
 
 def element_of(iterable: Value) -> Value:
@@ -482,7 +561,7 @@ def element_of(iterable: Value) -> Value:
     if isinstance(iterable, Parameters):
         return Tensor(frozenset(), frozenset({"parameter", *({"frozen"} & {iterable.only})}), of=iterable.of)
     if isinstance(iterable, Tensor):
-        return iterable
+        return iterable.tagged("element")
     if isinstance(iterable, Object) and iterable.kind == "module":
         return Object("module", "", (*iterable.ident, -1), iterable.node)
     return UNKNOWN

@@ -96,7 +96,7 @@ class _Round:
     def _apply(self, batch: list[_Group]) -> tuple[str, str | None]:
         """The text with the fixes of ``batch``, and why it may not stay, or None."""
         edits = list(dict.fromkeys(edit for group in batch for edit in group[0].edits))
-        text, why = _edited(self.text, edits)
+        text, why = edited(self.text, edits)
         if why is not None:
             return text, why
         num_mended = Counter(finding.code for group in batch for finding in group)
@@ -111,8 +111,8 @@ class _Round:
         return text, None
 
 
-def _edited(text: str, edits: Sequence[Edit]) -> tuple[str, str | None]:
-    """``text`` with ``edits`` in it, and why that is no good, or None."""
+def edited(text: str, edits: Sequence[Edit]) -> tuple[str, str | None]:
+    """``text`` with ``edits`` in it, and why that is no good, or None. Raises HalfstepError without libcst."""
     try:
         from halfstep.lint.fix_edits import CannotEdit, apply_edits
     except ModuleNotFoundError as error:

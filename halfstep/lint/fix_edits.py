@@ -205,7 +205,8 @@ class _Editor(cst.CSTTransformer):
         return rows
 
 
-def _is_plain_line(statement: cst.BaseStatement) -> bool:
+def _is_plain_line(statement: Any) -> bool:
+    """Whether it has no comment of its own, so that it can share a line or take the comment of one."""
     is_line = isinstance(statement, cst.SimpleStatementLine)
     return is_line and not statement.leading_lines and statement.trailing_whitespace.comment is None
 
@@ -227,7 +228,7 @@ def _laid_out(rows: Sequence[_Row], leading: Sequence[cst.EmptyLine], trailing: 
     first, last = statements[own[0]], statements[own[-1]]
     blank, comments = _split(leading)
     if trailing is not None:
-        if isinstance(last, cst.SimpleStatementLine):
+        if _is_plain_line(last):
             statements[own[-1]] = last.with_changes(trailing_whitespace=trailing)
         elif trailing.comment:
             comments = [*comments, cst.EmptyLine(comment=trailing.comment)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from halfstep.lint import vocabulary
-from halfstep.lint.values import Const, Name, Object, Tensor, Value, options
+from halfstep.lint.values import Const, Name, Object, Tensor, Unknown, Value, finfo_bound, is_number, options
 
 UNSURE_16 = frozenset({"16 bit"})
 """One of the 16-bit formats, not known which."""
@@ -19,7 +19,11 @@ def format_of(dtype: Value | None) -> frozenset[str]:
         for name in names
         if isinstance(name, Name) and name.qualified in vocabulary.FORMATS
     )
-    return found if len(names) and all(isinstance(n, Name) and n.qualified in vocabulary.FORMATS for n in names) else frozenset()
+    return (
+        found
+        if len(names) and all(isinstance(n, Name) and n.qualified in vocabulary.FORMATS for n in names)
+        else frozenset()
+    )
 
 
 def devices_of(value: Value | None) -> frozenset[str]:
@@ -28,10 +32,31 @@ def devices_of(value: Value | None) -> frozenset[str]:
         value = value.argument("type", 0)
     found = set()
     for option in options(value):
-        if not (isinstance(option, Const) and (isinstance(option.value, str | int)) and not isinstance(option.value, bool)):
+        if not (
+            isinstance(option, Const) and (isinstance(option.value, str | int)) and not isinstance(option.value, bool)
+        ):
             return frozenset()
         found.add("cuda" if isinstance(option.value, int) else option.value.partition(":")[0])
     return frozenset(found)
+
+
+def moved_to(method: str, args: tuple[Value, ...], keywords: tuple[tuple[str, Value], ...]) -> frozenset[str] | None:
+    """The device types that ``x.to(...)``, ``x.cuda()`` or ``x.cpu()`` moves to, empty when that is not known.
+
+    None for a call that does not move: another method, or ``to`` with a dtype alone.
+    """
+    if method in {"cuda", "cpu", "xpu"}:
+        return frozenset({method})
+    asked = dict(keywords).get("device", args[0] if args else None)
+    if method != "to" or asked is None or format_of(asked) or asked == Unknown("dtype"):
+        return None
+    return asked.devices if isinstance(asked, Tensor) else devices_of(asked)
+
+
+def devices_among(values: Iterable[Value | None]) -> frozenset[str]:
+    """The device types that values which were moved are on; empty when none was, or they disagree."""
+    known = {value.devices for value in values if isinstance(value, Tensor | Unknown) and value.devices}
+    return next(iter(known)) if len(known) == 1 else frozenset()
 
 
 def region_devices(region: Object) -> frozenset[str]:
@@ -69,34 +94,55 @@ def region_formats(region: Object | None) -> frozenset[str]:
     return frozenset(defaults.get(device, "16 bit") for device in devices) or UNSURE_16
 
 
-def answer(operation: str, args: Iterable[Value | None], region: Object | None) -> frozenset[str]:
-    """The formats in which ``operation`` (its plain name) answers; empty when that is not known."""
+def imposed(operation: str, region: Object | None) -> frozenset[str]:
+    """The formats in which a region makes ``operation`` answer, whatever it is given; empty when it leaves it alone."""
     formats = region_formats(region)
     if formats and operation in vocabulary.LOWER_PRECISION:
         return formats
-    if operation in vocabulary.FP32 and formats and region is not None and region_devices(region) != {"cpu"}:
-        return frozenset({"fp32"})
-    if operation in vocabulary.KEEPS_FORMAT | vocabulary.LOWER_PRECISION | vocabulary.FP32:
-        return widest(args)
-    return frozenset()
+    if not formats or region is None:
+        return frozenset()
+    to_fp32 = vocabulary.CPU_FP32 if region_devices(region) == {"cpu"} else _TO_FP32
+    return frozenset({"fp32"}) if operation in to_fp32 else frozenset()
+
+
+def answer(operation: str, args: Iterable[Value | None], region: Object | None) -> frozenset[str]:
+    """The formats in which ``operation`` (its plain name) answers; empty when that is not known."""
+    formats = imposed(operation, region)
+    if formats or operation not in _KNOWN:
+        return formats
+    return widest(args if operation in vocabulary.SEVERAL_OPERANDS else list(args)[:1])
 
 
 def widest(args: Iterable[Value | None]) -> frozenset[str]:
-    """What type promotion makes of tensors; numbers take no part. Empty as soon as one is not known."""
+    """What type promotion makes of tensors and numbers. Empty as soon as one is not known."""
     result: frozenset[str] | None = None
+    numbers: list[str] = []
     for arg in args:
-        if not isinstance(arg, Tensor):
-            if arg is None or isinstance(arg, Const):
-                continue
+        if isinstance(arg, Tensor) and "number" not in arg.tags:
+            if not arg.formats:
+                return frozenset()
+            result = arg.formats if result is None else frozenset(_promote(a, b) for a in result for b in arg.formats)
+        elif isinstance(arg, Tensor) or is_number(arg):
+            numbers.append(_format_of_number(arg))
+        elif arg is not None and not isinstance(arg, Const):
             return frozenset()
-        if "number" in arg.tags:
-            continue
-        if not arg.formats:
-            return frozenset()
-        result = arg.formats if result is None else frozenset(_promote(a, b) for a in result for b in arg.formats)
-    return result or frozenset()
+    if not result or not numbers or not result & {"int", "bool"}:
+        return result or frozenset()  # a number leaves a floating-point format as it is
+    if "" in numbers:
+        return frozenset()
+    whole = frozenset({"int", "bool"})
+    return (result - whole) | frozenset(_promote(a, b) for a in result & whole for b in numbers)
 
 
+def _format_of_number(value: Value | None) -> str:
+    """What a number counts for beside integers: int, or fp32; "" when that is not known."""
+    if isinstance(value, Const):
+        return "fp32" if isinstance(value.value, float) else "int" if type(value.value) is int else "bool"
+    return "fp32" if finfo_bound(value) is not None else ""
+
+
+_TO_FP32 = vocabulary.FP32 | vocabulary.FP32_IN_PARTS
+_KNOWN = vocabulary.KEEPS_FORMAT | vocabulary.LOWER_PRECISION | vocabulary.FP32
 _RANK = {"bool": 0, "int": 1, "fp16": 2, "bf16": 2, "16 bit": 2, "fp32": 3, "fp64": 4}
 
 

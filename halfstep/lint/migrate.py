@@ -20,7 +20,7 @@ from halfstep.lint.offsets import Offsets
 from halfstep.lint.rule import Problem
 from halfstep.lint.script import Script
 
-GUARD = re.compile(r"version|hasattr|getattr|is_torch|torch_?\d|_available", re.IGNORECASE)
+GUARD = re.compile(r"version|hasattr|getattr|is_torch|torch\w*\d|_available", re.IGNORECASE)
 """Conditions under which an old and a new name stand side by side on purpose."""
 
 
@@ -123,6 +123,8 @@ class _File:
             return None  # an alias, whose value is reported; or old and new, each where it is wanted
         if any(self._is_guarded(place) for place in (node, *(binder.statement for binder in binders))):
             return None
+        if not self._is_put_to_use(node):
+            return None
         binder, edits = binders[0], []
         if binder.meaning in MIGRATIONS:
             function = binder.new_local
@@ -148,6 +150,17 @@ class _File:
             if isinstance(node, ast.If | ast.IfExp) and GUARD.search(ast.unparse(node.test)):
                 return True
         return False
+
+    def _is_put_to_use(self, node: ast.expr) -> bool:
+        """Whether something is made of it. A list or a comparison of names, as compilers have, is no fault."""
+        parent = self.parents[node]
+        return (
+            (isinstance(parent, ast.Call) and node in (parent.func, *parent.args[:1]))
+            or node in getattr(parent, "decorator_list", ())
+            or node in getattr(parent, "bases", ())
+            or node is getattr(parent, "value", None)
+            or self._is_type(node)
+        )
 
     def _rewritten(self, node: ast.expr, function: str, migration: Migration) -> Edit | None:
         parent = self.parents[node]

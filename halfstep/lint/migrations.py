@@ -102,4 +102,4 @@ def _begins(script: Script, offsets: Offsets, call: ast.Call, inside: int) -> li
         if text[inside : begins[-1]].strip(" \t\r\n,"):
             return None
         inside = offsets.end(script.span(arg))
-    return None if text.startswith("#", begins[0]) else begins
+    return begins

@@ -7,7 +7,7 @@ import re
 
 from halfstep.lint import vocabulary
 from halfstep.lint.names import Names
-from halfstep.lint.values import Ident, Object, Tensor, Value
+from halfstep.lint.values import Ident, Object, Tensor, Unknown, Value
 
 _SCALER = re.compile(r"scaler", re.I)
 _OPTIMIZER = re.compile(r"(^|_)(opt|optim|optimi[sz]er)s?(_|\d|$)", re.I)
@@ -21,16 +21,24 @@ _STEPS = {"step", "zero_grad", "state_dict", "load_state_dict", "param_groups", 
 _TRAINS = {"parameters", "named_parameters", "train", "eval", "state_dict", "load_state_dict", "zero_grad", "()"}
 
 
-def assumed(name: str, uses: set[str], annotation: ast.expr | None, names: Names, node: ast.AST, ident: Ident) -> Value | None:
+def assumed(
+    name: str, uses: set[str], annotation: ast.expr | None, names: Names, node: ast.AST, ident: Ident
+) -> Value | None:
     """The object that parameter ``name`` stands for; None when its use does not tell.
 
     uses: the attributes read of it. An annotation counts more than a name, and a name alone counts nothing.
     """
+    if isinstance(annotation, ast.Name) and annotation.id in {"int", "float"}:
+        return Unknown(name, is_number=True)
     kind = _annotated(annotation, names)
     if kind == "tensor":
         return Tensor(node=node)
     if not kind:
-        if "unscale_" in uses or {"scale", "update"} <= uses or (_SCALER.search(name) and uses & {"scale", "unscale_", "get_scale"}):
+        if (
+            "unscale_" in uses
+            or {"scale", "update"} <= uses
+            or (_SCALER.search(name) and uses & {"scale", "unscale_", "get_scale"})
+        ):
             kind = "scaler"
         elif _SCALER.search(name) and {"step", "update"} <= uses:
             kind = "scaler"
@@ -38,7 +46,7 @@ def assumed(name: str, uses: set[str], annotation: ast.expr | None, names: Names
             kind = "optimizer"
         elif _SCHEDULER.search(name) and "step" in uses:
             kind = "scheduler"
-        elif _MODULE.search(name) and uses & _TRAINS:
+        elif (_MODULE.search(name) and uses & _TRAINS) or {"parameters", "()"} <= uses:
             kind = "module"
         else:
             return None

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from halfstep.lint.event import Decision, Event, Loop
+from halfstep.lint.formats import devices_among
 from halfstep.lint.names import Names
 from halfstep.lint.relevance import Relevance
-from halfstep.lint.values import Ident, Object, Value, join
+from halfstep.lint.values import Ident, Instance, Object, Value, join
 
 MAX_WORK = 60_000
 """Nodes that one path may evaluate; a longer one is cut off."""
@@ -28,7 +29,9 @@ class Frame:
     owner: Value | None = None
 
 
-Snapshot = tuple[dict[str, Value], dict[tuple[Ident, str], Value], dict[Ident, frozenset[str]]]
+Formats = dict[Ident, frozenset[str]]
+Devices = dict[Ident, frozenset[str]]
+Snapshot = tuple[dict[str, Value], dict[tuple[Ident, str], Value], Formats, Devices]
 
 
 class State:
@@ -47,6 +50,8 @@ class State:
         self.heap: dict[tuple[Ident, str], Value] = {} if base is None else dict(base.heap)
         self.formats: dict[Ident, frozenset[str]] = {} if base is None else dict(base.formats)
         """The formats of the weights of a module; an absent one has never been cast here."""
+        self.devices: dict[Ident, frozenset[str]] = {} if base is None else dict(base.devices)
+        """The device types that a module was moved to; empty when it was moved to one that is not known."""
         self.frozen: set[Ident] = set() if base is None else set(base.frozen)
         self.contexts: list[Object] = []
         self.loops: list[Loop] = []
@@ -54,6 +59,8 @@ class State:
         self.functions: list[ast.AST] = []
         self.enclosing: list[Decision] = []
         self.decided: dict[str, bool] = {}
+        self.num_recalled = 0
+        """How often an answer of ``decided`` was asked for and found."""
         self.taken: list[Decision] = []
         self.updates: dict[Ident, int] = {}
         self.events: list[Event] = []
@@ -87,20 +94,25 @@ class State:
     # -- both sides of a condition that does not matter for the order --
 
     def snapshot(self) -> Snapshot:
-        return dict(self.frames[self.frame].values), dict(self.heap), dict(self.formats)
+        return dict(self.frames[self.frame].values), dict(self.heap), dict(self.formats), dict(self.devices)
 
     def restore(self, snapshot: Snapshot) -> None:
-        self.frames[self.frame].values, self.heap, self.formats = (dict(part) for part in snapshot)  # type: ignore[assignment]
+        values, heap, formats, devices = snapshot
+        self.frames[self.frame].values, self.heap = dict(values), dict(heap)
+        self.formats, self.devices = dict(formats), dict(devices)
 
     def merge(self, other: Snapshot) -> None:
         """Keep what this state and ``other`` agree in; a name known on one side alone keeps its value."""
-        values, heap, formats = other
+        values, heap, formats, devices = other
         _merge(self.frames[self.frame].values, values)
         _merge(self.heap, heap)
         for ident, known in formats.items():
             self.formats[ident] = self.formats.get(ident, frozenset({"fp32"})) | known
         for ident in self.formats.keys() - formats.keys():
             self.formats[ident] |= {"fp32"}
+        for ident in self.devices.keys() | devices.keys():
+            mine, others = self.devices.get(ident), devices.get(ident)
+            self.devices[ident] = mine | others if mine and others else frozenset()
 
     # -- events --
 
@@ -127,12 +139,18 @@ class State:
             tuple(self.enclosing),
             tuple(self.calls),
             self.functions[-1] if self.functions else None,
+            self._whereabouts(receiver, args),
         )
         if not self.quiet and not (self.forward_depth and what in _SITES_ALONE):
             self.events.append(event)
         region = event.region
-        key = (id(node), what, name, receiver, args, keywords, None if region is None else region.node, len(self.loops) > 0)
+        around = None if region is None else region.node, len(self.loops) > 0
+        key = (id(node), what, name, receiver, args, keywords, event.devices, around)
         self.sites.setdefault(key, event)
+
+    def _whereabouts(self, receiver: Value | None, args: tuple[Value, ...]) -> frozenset[str]:
+        moved = self.devices.get(receiver.ident) if isinstance(receiver, Object | Instance) else None
+        return moved or devices_among((receiver, *args))
 
     def spend(self) -> None:
         self.work += 1
@@ -148,6 +166,8 @@ class State:
         self.heap |= {(new, name): value for (ident, name), value in self.heap.items() if ident == old}
         if old in self.formats:
             self.formats[new] = self.formats[old]
+        if old in self.devices:
+            self.devices[new] = self.devices[old]
 
 
 Key = TypeVar("Key")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from contextlib import suppress
+from dataclasses import replace
 
 from halfstep.lint import vocabulary
 from halfstep.lint.calls import Calls
@@ -99,6 +100,8 @@ class Run(Calls):
                 made = self.instantiate(cls, (), (), cls)
                 is_static = any(getattr(d, "id", "") == "staticmethod" for d in definition.decorator_list)
                 owner = None if is_static else made
+                if definition.name == "__init__":
+                    return
             self.call_function(Function(definition, owner), (), (), definition)
 
     def block(self, body: list[ast.stmt]) -> None:
@@ -153,7 +156,13 @@ class Run(Calls):
     def _do_AugAssign(self, node: ast.AugAssign) -> None:
         load = ast.copy_location(_loaded(node.target), node.target)
         left, right = self.value(load), self.value(node.value)
+        if isinstance(left, Const) and isinstance(left.value, int | float) and self._counts(node.target):
+            left = Unknown(_last_name(node.target))  # the second turn of a loop is not its last
         self.assign(node.target, self.operate(node, node.op, left, right), node)
+
+    def _counts(self, target: ast.expr) -> bool:
+        """Whether what ``target`` holds grows from turn to turn or from call to call."""
+        return bool(self.loops) or isinstance(target, ast.Attribute)
 
     def _do_Delete(self, node: ast.Delete) -> None:
         for target in node.targets:
@@ -163,7 +172,9 @@ class Run(Calls):
     def assign(self, target: ast.expr, value: Value, node: ast.AST) -> None:
         """``target = value``."""
         if isinstance(target, ast.Name):
-            self.bind(target.id, value if not (isinstance(value, Unknown) and not value.name) else Unknown(target.id))
+            if isinstance(value, Unknown) and not value.name:
+                value = replace(value, name=target.id)
+            self.bind(target.id, value)
         elif isinstance(target, ast.Tuple | ast.List):
             self._unpack(target.elts, value, node)
         elif isinstance(target, ast.Starred):
@@ -202,17 +213,21 @@ class Run(Calls):
             if known is not None and self._is_module(value) and (base.is_module or self._is_module(known)):
                 self.emit("replace", node, target.attr, base if base.is_module else known, (value,))
             if isinstance(value, Unknown) and not value.name:
-                value = Unknown(target.attr)
+                value = replace(value, name=target.attr)
             self.heap[(base.ident, target.attr)] = value
         elif isinstance(base, Object):
             if base.kind == "module" and self._is_module(value):
                 self.emit("replace", node, target.attr, base, (value,))
             self.heap[(base.ident, target.attr)] = value
+        elif self._is_module(_root(base)) and self._is_module(value):
+            self.emit("replace", node, target.attr, _root(base), (value,))
         self.emit("attribute", node, target.attr, base, (value,))
 
     @staticmethod
     def _is_module(value: Value) -> bool:
-        return (isinstance(value, Object) and value.kind == "module") or (isinstance(value, Instance) and value.is_module)
+        return (isinstance(value, Object) and value.kind == "module") or (
+            isinstance(value, Instance) and value.is_module
+        )
 
     def _assign_item(self, target: ast.Subscript, value: Value, node: ast.AST) -> None:
         base, index = self.value(target.value), self.value(target.slice)
@@ -221,8 +236,8 @@ class Run(Calls):
             pairs = tuple(pair for pair in base.pairs if pair[0] != key or key is None)
             self.assign(target.value, Table((*pairs, (key, value)), base.partial or key is None), node)
             return
-        if self._is_module(base) and self._is_module(value):
-            self.emit("replace", node, "[]", base, (value,))
+        if self._is_module(_root(base)) and self._is_module(value):
+            self.emit("replace", node, "[]", _root(base), (value,))
         self.emit("store", node, "[]", base, (index, value))
 
     # -- leaving --
@@ -251,9 +266,12 @@ class Run(Calls):
     # -- conditions --
 
     def _do_If(self, node: ast.If) -> None:
+        num_recalled = self.num_recalled
         truth = self.condition(node.test)
         if truth is not None:
-            self.block(node.body if truth else node.orelse)
+            recalled = self.num_recalled > num_recalled
+            decision = Decision(node, self.relevance.text(node.test), truth, self._is_mode(node.test)) if recalled else None
+            self._side(node, truth, decision)
             return
         if self._only_raises(node.body):
             self._rehearse(node.body)
@@ -262,15 +280,19 @@ class Run(Calls):
             self.block(node.body)
             self._rehearse(node.orelse)
         elif self._forks(node):
-            taken = self.decide(node)
-            self.enclosing.append(self.taken[-1])
-            depth = len(self.enclosing)
-            try:
-                self.block(node.body if taken else node.orelse)
-            finally:
-                del self.enclosing[depth - 1 :]
+            self._side(node, self.decide(node), self.taken[-1])
         else:
             self._both(node)
+
+    def _side(self, node: ast.If, taken: bool, decision: Decision | None) -> None:
+        """Run one branch, under the decision that led there; None where the source leaves no choice."""
+        depth = len(self.enclosing)
+        if decision is not None:
+            self.enclosing.append(decision)
+        try:
+            self.block(node.body if taken else node.orelse)
+        finally:
+            del self.enclosing[depth:]
 
     def condition(self, test: ast.expr) -> bool | None:
         """Whether a condition holds; a part that was decided before keeps its answer."""
@@ -282,11 +304,17 @@ class Run(Calls):
             answers = [self.condition(part) for part in test.values]
             if stops in answers:
                 return stops
-            return (not stops) if None not in answers else self.decided.get(self.relevance.text(test))
+            return (not stops) if None not in answers else self._recall(test)
         if isinstance(test, ast.Compare) and self.relevance.text(test) in _MAIN:
             return True
         truth = self.truth(self.value(test))
-        return truth if truth is not None or self.quiet else self.decided.get(self.relevance.text(test))
+        return truth if truth is not None or self.quiet else self._recall(test)
+
+    def _recall(self, test: ast.expr) -> bool | None:
+        """What was decided about a condition before."""
+        truth = self.decided.get(self.relevance.text(test))
+        self.num_recalled += truth is not None
+        return truth
 
     def _forks(self, node: ast.If) -> bool:
         if self.quiet:
@@ -296,7 +324,11 @@ class Run(Calls):
             return True
         function = self.functions[-1] if self.functions else None
         holder = function if function is not None else self.loops[-1].node if self.loops else None
-        return any(self.relevance.leaves(part) for part in inside) and holder is not None and self.relevance.matters(holder)
+        return (
+            any(self.relevance.leaves(part) for part in inside)
+            and holder is not None
+            and self.relevance.matters(holder)
+        )
 
     def decide(self, node: ast.If | ast.While | ast.Try) -> bool:
         """Take a side: the oracle's, or the one a training step usually takes."""
@@ -330,7 +362,11 @@ class Run(Calls):
         if isinstance(value, Tensor):
             return False
         text = self.relevance.text(test)
-        return not _STEPWISE.search(text) or bool(re.match(r"^[\w.]+\.(is_available|is_enabled|get|is_initialized)\(", text))
+        if self.relevance.words(text) & self.relevance.counters:
+            return False
+        return not _STEPWISE.search(text) or bool(
+            re.match(r"^[\w.]+\.(is_available|is_enabled|get|is_initialized)\(", text)
+        )
 
     @staticmethod
     def _only_raises(body: list[ast.stmt]) -> bool:
@@ -379,7 +415,12 @@ class Run(Calls):
 
     def _do_For(self, node: ast.For | ast.AsyncFor) -> None:
         iterable = self.value(node.iter)
-        if isinstance(iterable, Items) and not iterable.repeats and 0 < len(iterable.items) <= 8 and self._are_objects(iterable):
+        if (
+            isinstance(iterable, Items)
+            and not iterable.repeats
+            and 0 < len(iterable.items) <= 8
+            and self._are_objects(iterable)
+        ):
             for item in iterable.items:
                 self.assign(node.target, item, node)
                 try:
@@ -396,7 +437,7 @@ class Run(Calls):
     _do_AsyncFor = _do_For
 
     def _next(self, node: ast.For | ast.AsyncFor, element: Value) -> None:
-        self.assign(node.target, element, node)
+        self.assign(node.target, _another(element, self.loops[-1].turn), node)
 
     @staticmethod
     def _are_objects(iterable: Items) -> bool:
@@ -501,7 +542,25 @@ def _loaded(target: ast.expr) -> ast.expr:
     return ast.Subscript(target.value, target.slice, ast.Load())
 
 
+def _root(value: Value) -> Value:
+    """The module that an attribute of an attribute belongs to: ``net`` of ``net.encoder.head``."""
+    while isinstance(value, Method):
+        value = value.receiver
+    return value
+
+
+def _another(element: Value, turn: int) -> Value:
+    """A loop over several optimizers or scalers hands out another one in each turn."""
+    if isinstance(element, Items):
+        return Items(tuple(_another(item, turn) for item in element.items), element.repeats)
+    if isinstance(element, Object) and element.kind in {"optimizer", "scaler"}:
+        return replace(element, ident=(*element.ident, -1, turn))
+    return element
+
+
+def _last_name(target: ast.expr) -> str:
+    return getattr(target, "id", "") or getattr(target, "attr", "")
+
+
 def _leaves_at_once(body: list[ast.stmt]) -> bool:
     return isinstance(body[-1], ast.Continue | ast.Break | ast.Return | ast.Raise)
-
-

@@ -7,6 +7,7 @@ guess.
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,9 +17,15 @@ Ident = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Unknown:
-    """Nothing is known; ``name`` is how the source calls it, for messages alone."""
+    """Nothing is known; ``name`` is how the source calls it, for messages alone.
+
+    devices: the device types that it was moved to, by ``x.cuda()`` or ``x.to("cuda")``. is_number: it is a number of
+    Python, such as a size, which leaves the format of a tensor as it is.
+    """
 
     name: str = ""
+    devices: frozenset[str] = frozenset()
+    is_number: bool = False
 
 
 @dataclass(frozen=True)
@@ -48,6 +55,10 @@ class Items:
 
     items: tuple[Value, ...]
     repeats: bool = False
+    weight: int = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "weight", _weigh(self.items))
 
 
 @dataclass(frozen=True)
@@ -56,6 +67,10 @@ class Table:
 
     pairs: tuple[tuple[Any, Value], ...]
     partial: bool = False
+    weight: int = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "weight", _weigh(value for _, value in self.pairs))
 
     def get(self, key: Any) -> Value | None:
         return next((value for known, value in self.pairs if known == key and type(known) is type(key)), None)
@@ -66,15 +81,16 @@ class Object:
     """What calling a class of a library made, or a parameter that is used like it.
 
     kind: scaler, optimizer, scheduler, module, region, context, accelerator ... (``vocabulary.kind_of``), "" for
-    another. type: the qualified name of its class, "" for a parameter. ``node``: the call, or the parameter.
+    another. type: the qualified name of its class, "" for a parameter. ``node``: the call, or the parameter. Two are the
+    same when they were made in the same place.
     """
 
     kind: str
     type: str
     ident: Ident
     node: ast.AST = field(compare=False, repr=False)
-    args: tuple[Value, ...] = ()
-    keywords: tuple[tuple[str, Value], ...] = ()
+    args: tuple[Value, ...] = field(default=(), compare=False)
+    keywords: tuple[tuple[str, Value], ...] = field(default=(), compare=False)
 
     def argument(self, name: str, position: int | None = None) -> Value | None:
         """The argument passed by name, or at ``position``; None when it was left out."""
@@ -129,10 +145,12 @@ class Parameters:
 
 @dataclass(frozen=True)
 class Scale:
-    """The loss scale as a number, read after ``updates`` calls of ``update`` on this path."""
+    """The loss scale as a number, or one over it, read by ``node`` after ``updates`` calls of ``update``."""
 
     scaler: Ident
     updates: int
+    node: ast.AST | None = field(default=None, compare=False, repr=False)
+    inverse: bool = False
 
 
 @dataclass(frozen=True)
@@ -143,11 +161,15 @@ class Tensor:
     when nothing is known. tags: what it is:
 
     ``forward`` comes out of a model; ``loss`` of a loss function; ``scaled`` is multiplied by the loss scale (of
-    ``scaler``, after ``updates`` updates); ``divided`` by something else than a scale; ``gradient`` is a ``.grad`` or
-    comes from ``autograd.grad`` (of the parameters of ``of``); ``parameter``; ``probability``; ``detached`` has no
-    graph; ``number`` left the device; ``literal`` made from no tensor (zeros, arange, rand); ``mask`` compared;
-    ``grid`` counts or spans a range (arange, linspace, randint), as positions and time steps do; ``frozen`` is a
-    parameter chosen for ``not requires_grad``.
+    ``scaler``, after ``updates`` updates); ``divided`` by something else than a scale; ``weighted`` by a number
+    that is not known; ``gradient`` is a ``.grad`` or comes from ``autograd.grad`` (of the parameters of ``of``);
+    ``parameter``; ``probability``, ``bounded`` (both within -1 and 1), ``log_probability``;
+    ``lowest`` holds ``finfo.min``; ``element`` came out of a loop over a tensor; ``detached`` has no graph, ``leaf`` begins one; ``number`` left the device; ``literal`` made from no
+    tensor (zeros, arange, rand); ``mask`` compared;
+    ``grid`` counts or spans a range that goes beyond 256 (arange, linspace, randint), as positions and time steps do,
+    ``long grid`` beyond 2048; ``frozen`` is a parameter chosen for ``not requires_grad``.
+
+    devices: the types of device that it may be on, empty when that is not known.
     """
 
     formats: frozenset[str] = frozenset()
@@ -156,6 +178,7 @@ class Tensor:
     updates: int = 0
     of: frozenset[Ident] = frozenset()
     node: ast.AST | None = field(default=None, compare=False, repr=False)
+    devices: frozenset[str] = frozenset()
 
     @property
     def is_16_bit(self) -> bool:
@@ -190,6 +213,14 @@ Value = (
     | Scale
     | Tensor
 )
+MAX_WEIGHT = 2000
+"""Values that a list or dict may hold in all; beyond it nothing is known. ``n = (n, n)`` doubles each time it runs."""
+
+
+def _weigh(values: Iterable[Value]) -> int:
+    return 1 + sum(value.weight if isinstance(value, Items | Table) else 1 for value in values)
+
+
 UNKNOWN = Unknown()
 NONE = Const(None)
 MANY = 6
@@ -200,6 +231,26 @@ def options(value: Value | None) -> frozenset[Const | Name]:
     if isinstance(value, Choice):
         return value.options
     return frozenset([value]) if isinstance(value, Const | Name) else frozenset()
+
+
+def is_number(value: Value | None) -> bool:
+    """Whether it is a number of Python, of whatever size, that leaves the format of a tensor as it is."""
+    if isinstance(value, Unknown):
+        return value.is_number
+    return (isinstance(value, Const) and isinstance(value.value, int | float)) or finfo_bound(value) is not None
+
+
+def finfo_bound(value: Value | None) -> tuple[Object, str] | None:
+    """The ``torch.finfo`` object and the name of its attribute, where ``value`` is one: ``torch.finfo(x.dtype).min``."""
+    if isinstance(value, Method) and isinstance(value.receiver, Object) and value.receiver.kind == "finfo":
+        return value.receiver, value.name
+    return None
+
+
+def is_lowest(value: Value | None) -> bool:
+    """Whether it is ``torch.finfo(...).min``."""
+    bound = finfo_bound(value)
+    return bound is not None and bound[1] == "min"
 
 
 def join(first: Value, second: Value) -> Value:
@@ -217,7 +268,9 @@ def join(first: Value, second: Value) -> Value:
         formats = first.formats | second.formats if first.formats and second.formats else frozenset()
         same = first.scaler == second.scaler and first.updates == second.updates
         tags = (first.tags & second.tags) if same else (first.tags & second.tags) - {"scaled"}
-        return Tensor(formats, tags, first.scaler if same else None, first.updates, first.of | second.of, first.node)
+        devices = first.devices | second.devices if first.devices and second.devices else frozenset()
+        scaler = first.scaler if same else None
+        return Tensor(formats, tags, scaler, first.updates, first.of | second.of, first.node, devices)
     if isinstance(first, Object) and isinstance(second, Object) and first.kind == second.kind:
         # Two ways to make one thing: what they agree in stays known.
         mine, other = dict(first.keywords), dict(second.keywords)
@@ -228,6 +281,9 @@ def join(first: Value, second: Value) -> Value:
     if isinstance(first, Items) and isinstance(second, Items) and len(first.items) == len(second.items):
         pairs = zip(first.items, second.items, strict=True)
         return Items(tuple(join(a, b) for a, b in pairs), first.repeats or second.repeats)
+    if isinstance(first, Items) and isinstance(second, Items) and not (first.items and second.items):
+        filled = first if first.items else second
+        return filled if filled.repeats else UNKNOWN  # a list that a loop may have filled
     if isinstance(first, Parameters) and isinstance(second, Parameters):
         return Parameters(first.of | second.of, first.only if first.only == second.only else "")
     return UNKNOWN

@@ -50,9 +50,11 @@ FP32 = frozenset(
     "cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss "
     "margin_ranking_loss multilabel_margin_loss soft_margin_loss triplet_margin_loss multi_margin_loss "
     "binary_cross_entropy_with_logits cross_entropy dist pdist cdist renorm logsumexp "
-    "softmax log_softmax cumprod cumsum prod sum norm".split()
+    "softmax log_softmax cumprod cumsum prod sum norm "
+    "interpolate normalize".split()
 )
-"""Take their input to fp32 in a CUDA region. (softmax to norm: when no dtype is passed.)"""
+"""Take their input to fp32 in a CUDA region. (softmax to norm: when no dtype is passed; the last two by what they call:
+upsample_* and norm.)"""
 
 FP32_IN_PARTS = frozenset({"normalize"})
 """On no list, but made of operations that are: ``x / x.norm(...)`` answers in fp32 in a CUDA region."""
@@ -63,6 +65,9 @@ LOSSES = frozenset(
     "triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits binary_cross_entropy cross_entropy "
     "gaussian_nll_loss ctc_loss".split()
 )
+
+CPU_FP32 = (LOSSES - {"gaussian_nll_loss", "ctc_loss"}) | {"prod", "cdist"}
+"""Take their input to fp32 in a CPU region; what else is on CUDA's list stays in 16 bit there."""
 
 LOSS_CLASSES = frozenset(
     "PoissonNLLLoss CosineEmbeddingLoss NLLLoss HingeEmbeddingLoss KLDivLoss L1Loss SmoothL1Loss HuberLoss MSELoss "
@@ -75,13 +80,13 @@ LOWER_PRECISION_CLASSES = frozenset(
     "LSTMCell GRUCell RNNCell MultiheadAttention".split()
 )
 
-FP32_CLASSES = frozenset("LayerNorm RMSNorm GroupNorm Softmax LogSoftmax Softplus".split())
+FP32_CLASSES = frozenset("LayerNorm RMSNorm GroupNorm Softmax LogSoftmax Softplus Upsample".split())
 
 PASSING_CLASSES = frozenset(
     "ReLU ReLU6 LeakyReLU GELU SiLU Mish ELU SELU CELU Tanh Sigmoid Hardswish Hardsigmoid Hardtanh Identity Dropout "
     "Dropout1d Dropout2d Dropout3d Flatten Unflatten MaxPool1d MaxPool2d MaxPool3d AvgPool1d AvgPool2d AvgPool3d "
     "AdaptiveAvgPool1d AdaptiveAvgPool2d AdaptiveMaxPool2d BatchNorm1d BatchNorm2d BatchNorm3d SyncBatchNorm "
-    "InstanceNorm1d InstanceNorm2d Upsample PixelShuffle PReLU ZeroPad2d ReflectionPad2d".split()
+    "InstanceNorm1d InstanceNorm2d PixelShuffle PReLU ZeroPad2d ReflectionPad2d".split()
 )
 """Give back the format that they were given."""
 
@@ -95,7 +100,7 @@ KEEPS_FORMAT = frozenset(
     "chunk split unbind select narrow index_select gather masked_select max min amax amin mean median abs neg square "
     "sqrt clamp clamp_ clip clamp_min clamp_max masked_fill masked_fill_ where roll flip tril triu detach clone cpu "
     "cuda cat stack concat concatenate max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d "
-    "adaptive_avg_pool1d adaptive_avg_pool2d interpolate pad batch_norm instance_norm normalize movedim swapaxes mT "
+    "adaptive_avg_pool1d adaptive_avg_pool2d pad batch_norm instance_norm movedim swapaxes mT "
     "moveaxis topk sort sin cos round floor ceil sign nan_to_num requires_grad_ retain_grad add sub mul div add_ sub_ "
     "mul_ div_ true_divide lerp var std zeros_like ones_like rand_like randn_like full_like empty_like new_zeros "
     "new_ones new_empty new_full addcmul addcdiv T mH diagonal diag unfold take item maximum minimum hstack vstack fill "
@@ -131,7 +136,7 @@ CLIPS = frozenset(
 
 INPLACE_GRADIENT = frozenset(
     "mul_ div_ add_ sub_ clamp_ copy_ nan_to_num_ addcmul_ addcdiv_ lerp_ masked_fill_ sign_ normal_ renorm_ neg_ "
-    "index_fill_ where_ pow_ sqrt_ abs_".split()
+    "index_fill_ pow_ sqrt_ abs_".split()
 )
 
 _KINDS = {

@@ -9,7 +9,7 @@ class MetricHead(nn.Module):
         self.project = nn.Linear(d_in, d_out, bias=False)
 
     def forward(self, x):
-        return F.normalize(self.project(x), dim=-1)  # HS157
+        return self.project(x)
 
 
 def train(trunk, triplets):
@@ -20,6 +20,7 @@ def train(trunk, triplets):
         opt.zero_grad(set_to_none=True)
         with torch.autocast("cuda", dtype=torch.float16):
             a, p, n = (head(trunk(t.cuda())) for t in (anchor, same, other))
+        a, p, n = (F.normalize(z, dim=-1) for z in (a, p, n))  # HS157
         loss = F.triplet_margin_loss(a.float(), p.float(), n.float())
         scaler.scale(loss).backward()
         scaler.step(opt)

@@ -9,7 +9,7 @@ class ChannelNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x):
-        power = x.pow(2).mean(dim=1, keepdim=True)  # HS145
+        power = (x * x).mean(dim=1, keepdim=True)  # HS145
         return self.gain * x * torch.rsqrt(power + self.eps)
 
 

@@ -11,15 +11,16 @@ RULE = Rule(
     why=(
         "`torch.cuda.amp`, `torch.cpu.amp` and functions such as `torch.get_autocast_gpu_dtype` name one device. Since"
         " torch 2.4 each call of them warns, and the names under `torch.amp` take the device type instead.\n\n"
-        'Both give the same object: `torch.cuda.amp.GradScaler()` is `torch.amp.GradScaler("cuda")`. Only autocast takes'
-        " its arguments in another order now, `dtype` before `enabled`: with the name alone replaced, one would be taken"
-        " for the other."
+        'Both give the same object: `torch.cuda.amp.GradScaler()` is `torch.amp.GradScaler("cuda")`. autocast alone'
+        " takes its arguments in another order now, `dtype` before `enabled`: with nothing but its name replaced, one"
+        " would be taken for the other."
     ),
     bad=(
         "import torch\n\nscaler = torch.cuda.amp.GradScaler(init_scale=2.0**12)  # HS401\n",
-        "from torch.cuda.amp import autocast\n\n\ndef predict(model, batch):\n    with autocast():  # HS401\n"
+        "import torch\nfrom torch.cuda.amp import autocast\n\n\ndef predict(model, batch):\n"
+        "    with autocast(dtype=torch.bfloat16):  # HS401\n"
         "        return model(batch)\n",
-        "import torch\n\nprint(torch.get_autocast_gpu_dtype())  # HS401\n",
+        "import torch\n\ntorch.set_autocast_cpu_dtype(torch.bfloat16)  # HS401\n",
         "from torch.cuda.amp import autocast  # HS401\n",
         "import torch\nfrom torch.cuda import amp\n\n\nclass Scale(torch.autograd.Function):\n    @staticmethod\n"
         "    @amp.custom_fwd  # HS401\n    def forward(ctx, x):\n        return x\n\n    @staticmethod\n"

@@ -50,7 +50,7 @@ A sinusoid of a rounded position is off by up to 2, its whole range, wherever th
 steps and the frequencies they are multiplied with in fp32 or int64, and cast the finished embedding.
 """,
     bad=(
-        '''\
+        """\
 import torch
 from torch import nn
 
@@ -63,8 +63,8 @@ def loss_of(unet: nn.Module, latents, noise):
     t = sigmas[pick].to(dtype)  # HS150
     with torch.autocast("cuda", dtype=dtype):
         return nn.functional.mse_loss(unet(latents, t).float(), noise)
-''',
-        '''\
+""",
+        """\
 import torch
 from torch import nn
 
@@ -78,10 +78,10 @@ class Rotary(nn.Module):
     def forward(self, x):
         pos = torch.arange(self.max_len, device=x.device).half()  # HS150
         return torch.outer(pos, self.inv_freq)
-''',
+""",
     ),
     good=(
-        '''\
+        """\
 import torch
 from torch import nn
 
@@ -94,8 +94,8 @@ def loss_of(unet: nn.Module, latents, noise):
     t = sigmas[pick]
     with torch.autocast("cuda", dtype=dtype):
         return nn.functional.mse_loss(unet(latents, t).float(), noise)
-''',
-        '''\
+""",
+        """\
 import torch
 from torch import nn
 
@@ -110,7 +110,7 @@ class Rotary(nn.Module):
         angle = torch.outer(pos, self.inv_freq)
         weekday = torch.arange(7, device=x.device).to(torch.bfloat16)
         return angle.sin().to(x.dtype), weekday
-''',
+""",
     ),
     check=check,
 )
