@@ -50,7 +50,8 @@ REPLACED = [
     ("x = f(\r\n    a,  # why\r\n    b,\r\n)\r\n", "b", "c", "x = f(\r\n    a,  # why\r\n    c,\r\n)\r\n"),
     ("if x:\n    a()  # one\n", "a()", "b = 1", "if x:\n    b = 1  # one\n"),
     ("if x: a(); b()\n", "a()", "y = 1", "if x: y = 1; b()\n"),
-    ("a(); b()  # c\n", "b()", "y = 1\nz = 2", "a(); y = 1; z = 2  # c\n"),
+    ("a(); b()  # c\n", "b()", "y = 1\nz = 2", "a(); y = 1\nz = 2  # c\n"),
+    ("a(); b()\n", "b()", "y = 1  # c", "a()\ny = 1  # c\n"),
     ("a()  # c\n", "a()", "if y:\n    z()", "# c\nif y:\n    z()\n"),
     ("import a, b\nx()\n", "import a, b", "import b", "import b\nx()\n"),
     ("x = 1  # noqa: HS101\n", "# noqa: HS101", "", "x = 1\n"),
@@ -146,6 +147,8 @@ REFUSED = [
     ("if x: a()\nelif y: b()\n", [("delete", "elif y: b()", "")], "no statement can stand there"),
     ("x = a + b\n", [("replace", "a + b", "c"), ("replace", "a", "d")], "overlap"),
     ("x = a\n", [("before", "x = a", "if")], "not Python"),
+    ("\fx = a\n", [("replace", "a", "b")], "does not give this file back"),
+    ("x = a\n\x1a", [("replace", "a", "b")], "cannot read this file"),
 ]
 
 
@@ -172,7 +175,18 @@ def linter(*patterns):
                 fix = "unsafe" if code == "HS999" else "safe"
                 found.append(
                     Finding(
-                        file, line, column + 1, line, 0, code, "name", "what", "error", made and fix or None, None, made
+                        file,
+                        line,
+                        column + 1,
+                        line,
+                        0,
+                        code,
+                        "name",
+                        "what",
+                        "error",
+                        fix if made else None,
+                        None,
+                        made,
                     )
                 )
         return found
@@ -230,6 +244,20 @@ def test_a_bad_fix_does_not_hold_up_the_good_ones():
     assert fixed.text == "x = new\n" * 5 + "y = worse\nz = new\n"
     assert len(fixed.applied) == 6
     assert [(finding.code, finding.line) for finding, _ in fixed.refused] == [("HS002", 6)]
+
+
+def test_fixes_that_are_bad_together_are_applied_one_at_a_time():
+    def lint(text, file):
+        old = [
+            Finding(file, n, 1, n, 4, "HS001", "name", "what", "error", "safe", None, (Edit("delete", span, ""),))
+            for n, span in ((n, Span(n, 0, n, 3)) for n in (1, 2))
+            if text.splitlines()[n - 1 : n] == ["old"]
+        ]
+        return old if text.strip() else [Finding(file, 1, 1, 1, 1, "HS002", "name", "empty", "error")]
+
+    fixed = fix_source("old\nold\n", "a.py", lint)
+    assert (fixed.text, len(fixed.applied)) == ("old\n", 1)
+    assert [why for _, why in fixed.refused] == ["it would bring HS002 name in line 1: empty"]
 
 
 def test_an_unsafe_fix_is_applied_on_demand_alone():

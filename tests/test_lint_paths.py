@@ -97,13 +97,18 @@ def test_one_setting_has_one_answer():
 
 
 def test_a_decision_is_forgotten_when_what_it_reads_changes():
-    assert len(orders("""
+    assert (
+        len(
+            orders("""
         if flag:
             opt.step()
         flag = other()
         if flag:
             opt.step()
-    """)) == 4
+    """)
+        )
+        == 4
+    )
 
 
 def test_settings_and_steps_are_told_apart():
@@ -193,11 +198,14 @@ def test_helpers_are_entered_with_what_they_are_given():
 
 
 def test_a_function_that_nothing_calls_is_a_root():
-    found = script("""
+    found = script(
+        """
         def train(loss, scaler, opt):
             scaler.scale(loss).backward()
             scaler.step(opt)
-    """, head="")
+    """,
+        head="",
+    )
     assert [order(path) for path in found.paths if getattr(path.root, "name", "") == "train"] == [
         ["scale", "backward", "step"]
     ]
@@ -398,13 +406,16 @@ def test_a_replaced_layer_is_seen():
 
 
 def test_sklearn_is_no_gradient_scaler():
-    found = script("""
+    found = script(
+        """
         from sklearn.preprocessing import StandardScaler
         def fit(scaler, x):
             scaler.fit(x)
             return scaler.transform(x)
         fit(StandardScaler(), data)
-    """, head="")
+    """,
+        head="",
+    )
     assert not any(event.what.startswith("scaler.") for event in found.sites)
 
 

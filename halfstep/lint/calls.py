@@ -674,7 +674,9 @@ class Calls(Expressions):
         dtype = dict(keywords).get("dtype")
         usual = {"arange": "int", "randint": "int", "randperm": "int"}.get(name, "fp32")
         formats = format_of(dtype) if dtype is not None else frozenset({usual})
-        tags = {"literal", *({"lowest"} if any(is_lowest(arg) for arg in args) else ()), *(_extent(node, args) if name in _GRIDS else ())}
+        tags = {"literal", *(_extent(node, args) if name in _GRIDS else ())}
+        if any(is_lowest(arg) for arg in args):
+            tags.add("lowest")
         if name in {"tensor", "as_tensor", "from_numpy"}:
             formats = format_of(dtype) if dtype is not None else frozenset()
             if any(isinstance(arg, Tensor) and arg.tags & {"number", "forward", "loss"} for arg in args):

@@ -520,16 +520,21 @@ def is_small(value: Value) -> bool:
     return isinstance(value, Const) and isinstance(value.value, int | float) and abs(value.value) < 1
 
 
-def _folded(name: str, function: Callable[[Any, Any], Any], left: object, right: object) -> Value:
+def _folded(name: str, function: Callable[[Any, Any], Any], left: Any, right: Any) -> Value:
     """An operation on constants, computed where that is sure to be small."""
-    numbers = all(isinstance(value, int | float) and (isinstance(value, float) or value.bit_length() <= 256) for value in (left, right))
-    texts = name == "add" and isinstance(left, str) and isinstance(right, str) and len(left) + len(right) <= 1000
-    if not texts and not (numbers and name in _FOLDED and not (name == "pow" and abs(right) > 64)):  # type: ignore[operator]
+    if name == "add" and isinstance(left, str) and isinstance(right, str) and len(left) + len(right) <= 1000:
+        return Const(left + right)
+    if name not in _FOLDED or not (_is_plain(left) and _is_plain(right)) or (name == "pow" and abs(right) > 64):
         return UNKNOWN
     try:
         return Const(function(left, right))
-    except (TypeError, ValueError, ArithmeticError):
+    except (ValueError, ArithmeticError):
         return UNKNOWN
+
+
+def _is_plain(value: object) -> bool:
+    """Whether it is a number of a size that computing with it cannot make large."""
+    return isinstance(value, float) or (isinstance(value, int) and value.bit_length() <= 256)
 
 
 def _contains(container: Const | Items, element: Const) -> bool:

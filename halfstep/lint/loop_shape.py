@@ -78,8 +78,6 @@ class _Reader:
             for inner in statement.body:
                 self._statement(inner, in_window=True)
         elif (part := self._part(statement)) is not None:
-            if in_window and part == "backward":
-                raise NotUnderstood(statement, "the backward pass is run under a condition")
             self.order.append((part, statement))
         elif not self._is_division(statement):
             self._neutral(statement)

@@ -55,7 +55,7 @@ def numbers(value: Value | None) -> frozenset[float]:
         return frozenset(_BOUNDS[name](FORMATS[format]) for format in known)
     found = options(value)
     if all(isinstance(o, Const) and isinstance(o.value, int | float) and not isinstance(o.value, bool) for o in found):
-        return frozenset(float(option.value) for option in found if isinstance(option, Const))
+        return frozenset(_number(option.value) for option in found if isinstance(option, Const))
     return frozenset()
 
 
@@ -66,3 +66,11 @@ _BOUNDS: dict[str, Callable[[Format], float]] = {
     "tiny": lambda format: format.tiny,
     "smallest_normal": lambda format: format.tiny,
 }
+
+
+def _number(value: int | float) -> float:
+    """A constant as a float; a whole number of more than 308 digits is infinite there."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf

@@ -57,6 +57,7 @@ class State:
         self.loops: list[Loop] = []
         self.calls: list[ast.AST] = []
         self.functions: list[ast.AST] = []
+        self.returned: list[Value] = []
         self.enclosing: list[Decision] = []
         self.decided: dict[str, bool] = {}
         self.num_recalled = 0

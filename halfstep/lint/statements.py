@@ -58,14 +58,12 @@ class Run(Calls):
     """Runs statements in order. Where a condition matters and is not known, the oracle decides."""
 
     def run_body(self, body: list[ast.stmt]) -> Value:
-        outer = getattr(self, "_returned", None)
-        self._returned = []
+        outer, self.returned = self.returned, []
         try:
-            self.block(body)
-        except (_Return, _Break, _Continue):
-            pass
+            with suppress(_Return, _Break, _Continue):
+                self.block(body)
         finally:
-            returned, self._returned = self._returned, outer or []
+            returned, self.returned = self.returned, outer
         if not returned:
             return NONE
         result = returned[0]
@@ -75,13 +73,11 @@ class Run(Calls):
 
     def module(self, body: list[ast.stmt]) -> None:
         """Run the module's own code, as a script would."""
-        self._returned: list[Value] = []
         with suppress(_Left):
             self.block(body)
 
     def definitions(self, body: list[ast.stmt]) -> None:
         """Run what the module's own code defines, without keeping an event: the globals of its functions."""
-        self._returned = []
         self.quiet += 1
         for statement in body:
             runs = isinstance(statement, ast.For | ast.While) or (
@@ -243,7 +239,7 @@ class Run(Calls):
     # -- leaving --
 
     def _do_Return(self, node: ast.Return) -> None:
-        self._returned.append(self.value(node.value))
+        self.returned.append(self.value(node.value))
         self.emit("return", node)
         raise _Return
 
@@ -376,14 +372,14 @@ class Run(Calls):
         """Look at the sites of a branch that does not belong to a training step."""
         before = self.snapshot()
         self.quiet += 1
-        returned = list(self._returned)
+        returned = list(self.returned)
         try:
             self.block(body)
         except _Left:
             pass
         finally:
             self.quiet -= 1
-        self._returned[:] = returned
+        self.returned[:] = returned
         self.restore(before)
 
     def _both(self, node: ast.If) -> None:

@@ -164,8 +164,8 @@ class Tensor:
     ``scaler``, after ``updates`` updates); ``divided`` by something else than a scale; ``weighted`` by a number
     that is not known; ``gradient`` is a ``.grad`` or comes from ``autograd.grad`` (of the parameters of ``of``);
     ``parameter``; ``probability``, ``bounded`` (both within -1 and 1), ``log_probability``;
-    ``lowest`` holds ``finfo.min``; ``element`` came out of a loop over a tensor; ``detached`` has no graph, ``leaf`` begins one; ``number`` left the device; ``literal`` made from no
-    tensor (zeros, arange, rand); ``mask`` compared;
+    ``lowest`` holds ``finfo.min``; ``element`` came out of a loop over a tensor; ``detached`` has no graph, ``leaf``
+    begins one; ``number`` left the device; ``literal`` made from no tensor (zeros, arange, rand); ``mask`` compared;
     ``grid`` counts or spans a range that goes beyond 256 (arange, linspace, randint), as positions and time steps do,
     ``long grid`` beyond 2048; ``frozen`` is a parameter chosen for ``not requires_grad``.
 
@@ -241,7 +241,7 @@ def is_number(value: Value | None) -> bool:
 
 
 def finfo_bound(value: Value | None) -> tuple[Object, str] | None:
-    """The ``torch.finfo`` object and the name of its attribute, where ``value`` is one: ``torch.finfo(x.dtype).min``."""
+    """The ``torch.finfo`` object and the name of its attribute, if ``value`` is one: ``torch.finfo(x.dtype).min``."""
     if isinstance(value, Method) and isinstance(value.receiver, Object) and value.receiver.kind == "finfo":
         return value.receiver, value.name
     return None

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from halfstep.formats import get_format
-from halfstep.lint.finding import Edit
+from halfstep.lint.finding import Edit, Safety
 from halfstep.lint.rule import Problem, Rule
 from halfstep.lint.script import Script
 from halfstep.lint.values import Const
@@ -62,12 +62,11 @@ def _eps(trained: Trained) -> float | None:
     return float(given.value) if isinstance(given, Const) and isinstance(given.value, int | float) else None
 
 
-def _mended(script: Script, node: ast.AST) -> tuple[tuple[Edit, ...], str | None]:
+def _mended(script: Script, node: ast.AST) -> tuple[tuple[Edit, ...], Safety | None]:
     if not isinstance(node, ast.Call) or any(keyword.arg in {"eps", None} for keyword in node.keywords):
         return (), None
-    last = max([*node.args, *(keyword.value for keyword in node.keywords)], key=lambda part: script.span(part).end_line)
-    text = script.source(last)
-    return (Edit("replace", script.span(last), f"{text}, eps=1e-4"),), "unsafe"
+    call = script.source(node)[:-1].rstrip().rstrip(",")
+    return (Edit("replace", script.span(node), f"{call}, eps=1e-4)"),), "unsafe"
 
 
 RULE = Rule(
