@@ -27,6 +27,7 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/halfstep lint .
 	$(PYTEST)
 
 bench: $(READY)

@@ -1,0 +1,26 @@
+"""What we tell others holds for us: our code, examples, benchmarks and documentation pass our own lint."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from halfstep.cli import run
+from halfstep.lint.check import check_source
+from halfstep.lint.rules import all_rules
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def test_the_repository_passes(monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    status = run(["lint", ".", "--no-cache"])
+    assert status == 0, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_python_of_a_page_passes(page):
+    # The blocks of a page are one program, as tests/test_docs.py runs them.
+    text = "\n".join(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.S | re.M))
+    assert [f"{f.line} {f.code} {f.message}" for f in check_source(text, page.name, all_rules())] == []
