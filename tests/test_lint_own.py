@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from halfstep.cli import run
-from halfstep.lint.check import check_source
+from halfstep.lint.document import lint_text
 from halfstep.lint.rules import all_rules
 
 ROOT = Path(__file__).parent.parent
@@ -23,4 +23,4 @@ def test_the_repository_passes(monkeypatch, capsys):
 def test_python_of_a_page_passes(page):
     # The blocks of a page are one program, as tests/test_docs.py runs them.
     text = "\n".join(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.S | re.M))
-    assert [f"{f.line} {f.code} {f.message}" for f in check_source(text, page.name, all_rules())] == []
+    assert [f"{f.line} {f.code} {f.message}" for f in lint_text(text, f"{page.stem}.py", all_rules())] == []
