@@ -3,11 +3,13 @@
 import ast
 import random
 import re
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from halfstep.errors import HalfstepError
 from halfstep.lint.finding import Edit, Finding, Span
 from halfstep.lint.fix import fix_source
 from halfstep.lint.fix_edits import CannotEdit, apply_edits
@@ -285,6 +287,13 @@ def test_fixes_without_end_stop():
     fixed = fix_source("x\n", "a.py", lint)
     assert (len(fixed.applied), len(fixed.refused)) == (10, 10)
     assert {why for _, why in fixed.refused} == {"more than 10 rounds of fixes"}
+
+
+def test_a_missing_libcst_names_its_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "libcst", None)
+    monkeypatch.delitem(sys.modules, "halfstep.lint.fix_edits")
+    with pytest.raises(HalfstepError, match=re.escape("Run: pip install 'halfstep[lint]'")):
+        fix_source("old()\n", "a.py", linter(("HS001", "old", [("replace", "new")])))
 
 
 # Real files.

@@ -106,6 +106,16 @@ def test_events_under_two_settings_are_not_held_against_each_other():
     assert carried("if amp:\n    scaler.scale(loss).backward()\n    " + CLIP, 12) == (11, 11)
 
 
+def test_branch_of_the_same_setting_skips_nothing():
+    body = "if fast:\n    scaler.scale(loss).backward()\n    " + CLIP + "else:\n    scaler.unscale_(opt)\n"
+    assert carried(body, 12) == (11, 11)
+
+
+def test_scaler_of_accelerate_is_driven_by_it():
+    body = "from accelerate import Accelerator\nscaler = Accelerator().scaler\nscaler.scale(loss).backward()\n" + CLIP
+    assert carried(body, 13) == (None, None)
+
+
 def test_path_that_goes_round_an_unscale_of_another_setting_is_not_believed():
     body = "scaler.scale(loss).backward()\nif amp:\n    scaler.unscale_(opt)\n" + CLIP
     source = script(body)
@@ -238,8 +248,9 @@ def test_left_early(body, line):
 def test_step_whose_gradients_are_zeroed_before_the_next_pass_is_abandoned():
     _, between, first = _between("    opt.zero_grad()\n    scaler.scale(loss).backward()\n", 0)
     assert is_abandoned(between, first)
-    _, between, first = _between("    scaler.scale(loss).backward()\n", 0)
-    assert not is_abandoned(between, first)
+    _, between, first = _between("    scaler.scale(loss).backward()\n    opt.zero_grad()\n", 0)
+    turn = between[: [event.what for event in between].index("again")]
+    assert not is_abandoned(turn, first)
 
 
 def test_objects():

@@ -193,8 +193,7 @@ def train(net, opt, scaler, loader):
     for x, y in loader:
         opt.zero_grad()
 FORWARD        scaler.scale(loss).backward()
-        if len(norms) > 10:
-            print(torch.stack(norms).mean())
+        print(torch.stack(norms).mean())
         scaler.unscale_(opt)
         norms.append(torch.stack([p.grad.norm() for p in net.parameters()]).norm())
         scaler.step(opt)
@@ -211,6 +210,19 @@ FORWARD        scaler.scale(loss).backward()
         scaler.unscale_(opt)
         opt.second_step(zero_grad=True)
         scaler.update()
+""",
+    "plain and scaled passes, a step for each": """\
+def train(a, b, opt_a, opt_b, scaler, loader):
+    for x, y in loader:
+        opt_a.zero_grad()
+        opt_b.zero_grad()
+        nn.functional.mse_loss(a(x), y).backward()
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = nn.functional.mse_loss(b(x).float(), y)
+        scaler.scale(loss).backward()
+        scaler.step(opt_b)
+        scaler.update()
+        opt_a.step()
 """,
     "scaled by hand": """\
 def train(net, opt, scaler, loader):
@@ -487,6 +499,26 @@ def train(net, opt, scaler, loader):
     )
     (finding,) = check_source(text, "a.py", RULES)
     assert (finding.line, finding.code, finding.fix) == (12, "HS101", None)  # the optimizer is not at hand there
+
+
+def test_no_fix_for_one_of_two_optimizers_or_for_a_step_in_another_block():
+    (finding,) = check_source(HEAD + MISTAKES["one of two optimizers is unscaled"], "a.py", RULES)
+    assert (finding.code, finding.fix) == ("HS101", None)
+    text = (
+        HEAD
+        + """\
+def train(net, opt, scaler, loader):
+    for i, (x, y) in enumerate(loader):
+FORWARD        scaler.scale(loss / 4).backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        if i % 4 == 3:
+            scaler.step(opt)
+            scaler.update()
+            opt.zero_grad()
+"""
+    )
+    (finding,) = check_source(text.replace("FORWARD", FORWARD), "a.py", RULES)
+    assert (finding.line, finding.code, finding.fix) == (9, "HS101", None)
 
 
 def test_both_of_two_clips_are_found_and_one_unscale_mends_them():

@@ -291,6 +291,12 @@ def test_a_function_with_aliases_flags_and_saved_state():
     assert_close(run(text), run(before.replace("import torch\n", "import torch, halfstep\n", 1)))
 
 
+def test_an_import_whose_comments_would_go_stays():
+    imports = "from torch.nn.utils import (\n    clip_grad_norm_,  # why\n    parametrizations,\n)\n"
+    before = PLAIN.replace("optimizer.step()", "clip_grad_norm_(model.parameters(), 1.0)\n        optimizer.step()")
+    assert imports in converted(before, imports)
+
+
 def test_tabs_and_carriage_returns_stay():
     before = script(PLAIN).replace("    ", "\t").replace("\n", "\r\n")
     text = to_halfstep(before, "a.py").text
@@ -510,6 +516,13 @@ LEFT_ALONE = [
         "            loss.sum().backward()\n            optimizer.step()",
         17,
         "a second backward pass",
+    ),
+    (
+        WINDOWS,
+        "data):\n        loss = F.cross_entropy(model(x), y)\n        {backward}\n        if {test}",
+        "data, 1):\n        loss = F.cross_entropy(model(x), y)\n        {backward}\n        if i % 4 == 4 - 1",
+        16,
+        "under a condition that is no window's end",
     ),
     (WINDOWS, "{test}", "i % 4 == 2", 16, "under a condition that is no window's end"),
     (WINDOWS, "enumerate(data)", "enumerate(data, 5)", 16, "under a condition that is no window's end"),

@@ -87,6 +87,8 @@ FOUND = [
     ("out = torch.zeros(8, 8); out.scatter_(0, index, brain)", "none", "HS158"),
     ("out = torch.zeros(8, 8); out.index_add_(0, index, source=half)", "cuda", "HS158"),
     ("out = half.new_zeros(8); out[index.long()] = wide", "none", "HS158"),
+    ("out = brain.new_zeros(8); out[index.long()] = half", "none", "HS158"),
+    ("out = torch.zeros(8); out[index.long()] = either", "none", "HS158"),
     ("brain.cpu().numpy()", "none", "HS159"),
     ("np.stack([brain, brain])", "none", "HS159"),
     ("either.numpy()", "none", "HS159"),
@@ -143,10 +145,12 @@ SILENT = [
     ("half / 8 @ half.mT", "none"),
     ("F.binary_cross_entropy(y, y)", "none"),
     ("F.binary_cross_entropy(y, y)", "off"),
+    ("F.binary_cross_entropy(wide, y)", "cpu"),
     ("F.binary_cross_entropy_with_logits(half, y)", "cuda"),
     ("F.cross_entropy(wide, index)", "none"),
     ("F.cross_entropy(wide, F.one_hot(index, 8).float())", "none"),
     ("F.cross_entropy(wide, mask.float())", "none"),
+    ("y = F.one_hot(index, 8); F.cross_entropy(wide, y.float())", "none"),
     ("F.binary_cross_entropy_with_logits(wide, y.float())", "none"),
     ("half.sum() * 0", "cuda"),
     ("half.sum(dtype=torch.float32) * 0", "none"),
@@ -156,6 +160,9 @@ SILENT = [
     ("F.normalize(brain)", "none"),
     ("F.normalize(model(x))", "cpu"),
     ("out = torch.zeros(8, 8); out[2:4] = half", "none"),
+    ("out = half.new_zeros(8); out[index.long()] = either", "none"),
+    ("out = half.new_zeros(8); out[index.long()] = x.to(torch.float16 if flag else torch.float32)", "none"),
+    ("out = torch.zeros(8, dtype=torch.float64); out[index.long()] = wide", "none"),
     ("out = torch.zeros(8, 8); out[n] = half", "none"),
     ("out = torch.zeros(8, 8); out[index.long()] = half.amax().item()", "none"),
     ("out = torch.zeros(8, 8); out.scatter_(0, index, 1.0)", "none"),
@@ -213,7 +220,13 @@ MENDED = [
     ("brain.cpu().numpy()", "brain.cpu().float().numpy()"),
     ("np.asarray(brain)", "np.asarray(brain.float())"),
 ]
-LEFT = ["half + 1e6", "half[mask].masked_fill(mask, -1e9)", "half += 1e-8", "torch.matmul(half, half.mT) / 8"]
+LEFT = [
+    "half + 1e6",
+    "out = half.new_zeros(8); out[index] = wide",
+    "half[mask].masked_fill(mask, -1e9)",
+    "half += 1e-8",
+    "torch.matmul(half, half.mT) / 8",
+]
 
 
 def mended(line, region="none"):

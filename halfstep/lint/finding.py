@@ -23,7 +23,8 @@ class Span:
 class Edit:
     """One change of source, as a value that travels between processes.
 
-    ``replace``: the expression or the statement at ``span`` becomes ``code``. ``delete``: the statement at ``span``
+    ``replace``: the expression or the statement at ``span`` becomes ``code``; a `def` or `class` takes its decorators
+    with it. ``delete``: the statement at ``span``
     goes. ``before`` and ``after``: ``code``, one or more statements, goes before or after the statement at ``span``,
     indented like it. ``import``: ``code`` is an import statement that the module needs; ``span`` is not read.
     """

@@ -3,8 +3,9 @@
 The loop keeps its shape: ``with autocast(...)`` becomes ``with stepper.forward()``, and what follows the loss, from
 ``scaler.scale(loss).backward()`` to ``zero_grad``, becomes ``stepper.backward(loss)``. It trains as before: the same
 weights to the bit in fp32, to the rounding of one division where gradients are clipped or accumulated, and with CUDA's
-lists of operations in 16 bit. On purpose three things are different: a step whose gradient is not finite is skipped in
-every format, the scheduler waits for a step that was applied, and a short window is divided by what it holds.
+lists of operations in 16 bit. On purpose four things are different: a step whose gradient is not finite is skipped in
+every format, the scheduler waits for a step that was applied, BatchNorm's statistics of a skipped one are put back, and
+a short window is divided by what it holds.
 """
 
 from __future__ import annotations

@@ -15,17 +15,13 @@ from halfstep.lint.values import Value
 
 def check(script: Script) -> Iterator[Problem]:
     for path in script.paths:
-        mended: set[int] = set()
         for index, (event, step) in enumerate(follow(path)):
             parameters = _clipped(event)
             backward = step.carried_by(event, parameters) if parameters is not None else None
             if backward is None:
                 continue
             scaler = scaler_name(script, backward)
-            edits: tuple[Edit, ...] = ()
-            if id(backward) not in mended and step.num_optimizers == 1:
-                edits = _edits(script, path, index, backward)
-                mended.add(id(backward))
+            edits = _edits(script, path, index, backward) if step.num_optimizers == 1 else ()
             yield Problem(
                 place(event, backward),
                 f"these gradients still carry the loss scale of `{scaler}`, so that they are clipped far too small; "

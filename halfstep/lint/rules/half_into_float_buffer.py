@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
+from halfstep.formats import SIXTEEN_BIT
 from halfstep.lint.event import Event
 from halfstep.lint.finding import Edit
 from halfstep.lint.operation import as_operand, is_plain
@@ -81,11 +82,16 @@ def _is_advanced(index: Value) -> bool:
 
 
 def _differ(buffer: Tensor, source: Tensor) -> bool:
+    """Whether the two surely have different floating-point formats, one of them of 16 bit."""
     if "assumed" in buffer.tags | source.tags or "number" in source.tags:
         return False
-    known = bool(buffer.formats) and bool(source.formats) and buffer.formats | source.formats <= _FLOATS
-    exactly_one = buffer.is_16_bit != source.is_16_bit
-    return known and exactly_one and not buffer.formats & source.formats
+    known = buffer.formats and source.formats and buffer.formats | source.formats <= _FLOATS
+    of_16_bit = buffer.is_16_bit or source.is_16_bit
+    return bool(known) and of_16_bit and not _possible(buffer) & _possible(source)
+
+
+def _possible(tensor: Tensor) -> frozenset[str]:
+    return tensor.formats | SIXTEEN_BIT if "16 bit" in tensor.formats else tensor.formats
 
 
 def _name(tensor: Tensor) -> str:

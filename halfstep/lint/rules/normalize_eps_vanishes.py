@@ -14,13 +14,12 @@ from halfstep.lint.values import Const
 
 _EPS = {"normalize": (3, 1e-12), "cosine_similarity": (3, 1e-8)}
 """Where the eps stands, and what it is when it is left out."""
+_HOME = "torch.nn.functional."
 
 
 def check(script: Script) -> Iterator[Problem]:
     for operation in operations(script, frozenset(_EPS)):
-        if not operation.event.name.startswith("torch.nn.functional.") or imposed(
-            operation.name, operation.event.region
-        ):
+        if imposed(operation.name, operation.event.region) or not operation.event.name.startswith(_HOME):
             continue
         tensor = operation.tensor()
         position, default = _EPS[operation.name]
