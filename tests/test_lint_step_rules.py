@@ -9,7 +9,7 @@ from halfstep.lint.fix import fix_source
 from halfstep.lint.rules import all_rules
 
 RULES = [rule for rule in all_rules() if "HS101" <= rule.code <= "HS117"]
-HEAD = "import torch\nfrom torch import nn\n\n"
+HEAD = "import accelerate, torch\nfrom torch import nn\n\n"
 FORWARD = """\
         with torch.autocast("cuda", dtype=torch.float16):
             loss = nn.functional.mse_loss(net(x).float(), y)
@@ -224,6 +224,40 @@ def train(a, b, opt_a, opt_b, scaler, loader):
         scaler.update()
         opt_a.step()
 """,
+    "last step needs no update": """\
+def train(net, opt, scaler, loader):
+    for x, y in loader:
+        opt.zero_grad()
+FORWARD        scaler.scale(loss).backward()
+        scaler.step(opt)
+        if enough(net):
+            break
+        scaler.update()
+""",
+    "two rounds of one optimizer": """\
+def learn(net, opt, scaler, x, y):
+    opt.zero_grad()
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = nn.functional.mse_loss(net(x).float(), y)
+    scaler.scale(loss).backward()
+    scaler.step(opt)
+    scaler.update()
+
+
+def train(net, opt, scaler, loader):
+    for x, y in loader:
+        learn(net, opt, scaler, x, y)
+        learn(net, opt, scaler, x.flip(-1), y)
+""",
+    "optimizer that Accelerate steps": """\
+def train(net, opt, loader):
+    accelerator, scaler = accelerate.Accelerator(), torch.amp.GradScaler("cuda")
+    net, opt = accelerator.prepare(net, opt)
+    for x, y in loader:
+        opt.zero_grad()
+FORWARD        scaler.scale(loss).backward()
+        opt.step()
+""",
     "scaled by hand": """\
 def train(net, opt, scaler, loader):
     for x, y in loader:
@@ -375,6 +409,29 @@ FORWARD        scaler.scale(loss).backward()
             scaler.update()
             opt.zero_grad()
 """,
+    "two optimizers and no update": """\
+def train(a, b, loader, scaler):
+    opt_a, opt_b = torch.optim.Adam(a.parameters()), torch.optim.Adam(b.parameters())
+    for x, y in loader:
+        opt_a.zero_grad()
+        opt_b.zero_grad()
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = nn.functional.mse_loss(b(a(x)).float(), y)
+        scaler.scale(loss).backward()
+        scaler.step(opt_a)
+        scaler.step(opt_b)  # HS106
+""",
+    "two rounds and one update": """\
+def train(net, opt, loader, scaler):
+    for x, y in loader:
+        opt.zero_grad()
+FORWARD        scaler.scale(loss).backward()
+        scaler.step(opt)  # HS106
+        opt.zero_grad()
+FORWARD        scaler.scale(loss).backward()
+        scaler.step(opt)
+        scaler.update()
+""",
     "update in two helpers": """\
 def learn(net, opt, scaler, x, y):
     opt.zero_grad()
@@ -511,7 +568,7 @@ def train(net, opt, scaler, loader):
     for i, (x, y) in enumerate(loader):
 FORWARD        scaler.scale(loss / 4).backward()
         nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-        if i % 4 == 3:
+        with torch.profiler.record_function("step"):
             scaler.step(opt)
             scaler.update()
             opt.zero_grad()

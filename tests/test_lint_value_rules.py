@@ -185,6 +185,14 @@ def test_silent(line, region):
     assert codes(line, region) == set()
 
 
+def test_one_16_bit_format_that_is_not_known_may_be_the_other():
+    body = "        out = half.new_zeros(8); out[index] = layer(x)\n"
+    region = '    with torch.no_grad(), torch.autocast("cuda", dtype=model.dtype):\n'
+    assert check_source(HEAD + region + body, "x.py", RULES) == []
+    body = "        out = torch.zeros(8); out[index] = layer(x)\n"
+    assert [finding.code for finding in check_source(HEAD + region + body, "x.py", RULES)] == ["HS158"]
+
+
 def test_indices_are_told_from_shares_by_their_name():
     def of(name):
         call = f"F.cross_entropy(z, {name}.float())"

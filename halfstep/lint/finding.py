@@ -23,10 +23,10 @@ class Span:
 class Edit:
     """One change of source, as a value that travels between processes.
 
-    ``replace``: the expression or the statement at ``span`` becomes ``code``; a `def` or `class` takes its decorators
-    with it. ``delete``: the statement at ``span``
-    goes. ``before`` and ``after``: ``code``, one or more statements, goes before or after the statement at ``span``,
-    indented like it. ``import``: ``code`` is an import statement that the module needs; ``span`` is not read.
+    ``replace``: the expression or the statement at ``span`` becomes ``code``; a ``def`` or ``class`` takes its
+    decorators with it, and a comment is replaced as text. ``delete``: the statement at ``span`` goes. ``before`` and
+    ``after``: ``code``, one or more statements, goes before or after the statement at ``span``, indented like it.
+    ``import``: ``code`` is an import statement that the module needs; ``span`` is not read.
     """
 
     action: Literal["replace", "delete", "before", "after", "import"]

@@ -101,7 +101,7 @@ def imposed(operation: str, region: Object | None) -> frozenset[str]:
         return formats
     if not formats or region is None:
         return frozenset()
-    to_fp32 = vocabulary.CPU_FP32 if region_devices(region) == {"cpu"} else _TO_FP32
+    to_fp32 = vocabulary.CPU_FP32 if region_devices(region) == {"cpu"} else vocabulary.FP32
     return frozenset({"fp32"}) if operation in to_fp32 else frozenset()
 
 
@@ -141,7 +141,6 @@ def _format_of_number(value: Value | None) -> str:
     return "fp32" if finfo_bound(value) is not None else ""
 
 
-_TO_FP32 = vocabulary.FP32 | vocabulary.FP32_IN_PARTS
 _KNOWN = vocabulary.KEEPS_FORMAT | vocabulary.LOWER_PRECISION | vocabulary.FP32
 _RANK = {"bool": 0, "int": 1, "fp16": 2, "bf16": 2, "16 bit": 2, "fp32": 3, "fp64": 4}
 

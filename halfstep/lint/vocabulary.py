@@ -56,9 +56,6 @@ FP32 = frozenset(
 """Take their input to fp32 in a CUDA region. (softmax to norm: when no dtype is passed; the last two by what they call:
 upsample_* and norm.)"""
 
-FP32_IN_PARTS = frozenset({"normalize"})
-"""On no list, but made of operations that are: ``x / x.norm(...)`` answers in fp32 in a CUDA region."""
-
 LOSSES = frozenset(
     "poisson_nll_loss cosine_embedding_loss nll_loss hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss "
     "mse_loss margin_ranking_loss multilabel_margin_loss multilabel_soft_margin_loss soft_margin_loss "

@@ -128,7 +128,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 class Job:
-    def __init__(self, net):
+    def __init__(self, net: nn.Module):
         self.net = net
         self.optim = torch.optim.AdamW(self.net.parameters(), lr=1e-3)
         self.net = DistributedDataParallel(self.net)

@@ -15,22 +15,31 @@ from halfstep.lint.values import Object, Table
 
 
 def check(script: Script) -> Iterator[Problem]:
-    if not script.has("scaler.state_dict") or calls_state(script, "load_state_dict"):
+    if not script.has("scaler.state_dict"):
         return
+    key = _saved_key(script)
+    for event in loads_without_scaler(script):
+        edits = loading(script, event, key) if key is not None else ()
+        yield Problem(
+            event.node,
+            "the state of the optimizer is loaded and that of the scaler is not, though it is saved: a resumed "
+            "run begins with the first scale again and skips steps",
+            edits,
+            "safe" if edits else None,
+        )
+
+
+def loads_without_scaler(script: Script) -> list[Event]:
+    """The places that load an optimizer from a checkpoint in a run with a scaler, if none of them loads that too."""
+    if calls_state(script, "load_state_dict"):
+        return []
+    found: dict[ast.AST, Event] = {}
     for path in script.paths:
         loads = [event for event in path if event.what == "optimizer.load_state_dict" and _from_checkpoint(event)]
         # Several optimizers of one function are one place.
         last = {event.function: event for event in loads}
-        for event in last.values():
-            if has_scaler(script, path, event):
-                edits = _mended(script, event)
-                yield Problem(
-                    event.node,
-                    "the state of the optimizer is loaded and that of the scaler is not, though it is saved: a resumed "
-                    "run begins with the first scale again and skips steps",
-                    edits,
-                    "safe" if edits else None,
-                )
+        found |= {event.node: event for event in last.values() if has_scaler(script, path, event)}
+    return list(found.values())
 
 
 def _from_checkpoint(event: Event) -> bool:
@@ -40,11 +49,11 @@ def _from_checkpoint(event: Event) -> bool:
     return not (isinstance(state, Object) and state.kind == "state")  # copied from another optimizer
 
 
-def _mended(script: Script, event: Event) -> tuple[Edit, ...]:
-    """Load the scaler after the optimizer, from a checkpoint that has its state."""
-    node, key, scaler = event.node, _saved_key(script), spelled(script, event.node)
+def loading(script: Script, event: Event, key: str) -> tuple[Edit, ...]:
+    """Load the scaler after the optimizer, from a checkpoint that has its state under ``key``."""
+    node, scaler = event.node, spelled(script, event.node)
     state = node.args[0] if isinstance(node, ast.Call) and node.args else None
-    if key is None or scaler is None or not isinstance(state, ast.Subscript) or not isinstance(state.value, ast.Name):
+    if scaler is None or not isinstance(state, ast.Subscript) or not isinstance(state.value, ast.Name):
         return ()
     code = f'if "{key}" in {state.value.id}:\n    {scaler}.load_state_dict({state.value.id}["{key}"])'
     return (Edit("after", script.span(script.statement(node)), code),)

@@ -9,6 +9,7 @@ from halfstep.lint.accumulation import function_of
 from halfstep.lint.event import Event
 from halfstep.lint.finding import Edit
 from halfstep.lint.rule import Problem, Rule
+from halfstep.lint.rules.scaler_not_loaded import loading, loads_without_scaler
 from halfstep.lint.scaling import calls_state, has_scaler, spelled
 from halfstep.lint.script import Script
 from halfstep.lint.step import is_managed
@@ -21,7 +22,7 @@ def check(script: Script) -> Iterator[Problem]:
     for path in script.paths:
         for event in path:
             if event.what == "save" and _holds_optimizer(event) and has_scaler(script, path, event):
-                edits = _mended(script, event)
+                edits = _saved_and_loaded(script, event)
                 yield Problem(
                     event.node,
                     "the checkpoint holds the optimizer and not the scaler: a resumed run begins with the first scale "
@@ -46,7 +47,14 @@ def _is_state(value: Value) -> bool:
     return isinstance(value.args[0], Object) and not is_managed(value.args[0])
 
 
-def _mended(script: Script, event: Event) -> tuple[Edit, ...]:
+def _saved_and_loaded(script: Script, event: Event) -> tuple[Edit, ...]:
+    """Save the scaler, and load it wherever the optimizer is loaded: one without the other is no use."""
+    saving = _saving(script, event)
+    loads = [loading(script, load, "scaler") for load in loads_without_scaler(script)]
+    return (*saving, *(edit for edits in loads for edit in edits)) if saving and all(loads) else ()
+
+
+def _saving(script: Script, event: Event) -> tuple[Edit, ...]:
     """``"scaler": scaler.state_dict()`` at the end of the dict that is saved."""
     node = event.node
     table = node.args[0] if isinstance(node, ast.Call) and node.args else None
