@@ -58,6 +58,10 @@ class State:
         self.calls: list[ast.AST] = []
         self.functions: list[ast.AST] = []
         self.returned: list[Value] = []
+        self.outside = 0
+        """How many contexts were open when the present function was called."""
+        self.yielded: tuple[Object, ...] = ()
+        """The contexts that were open where the present function yielded."""
         self.enclosing: list[Decision] = []
         self.decided: dict[str, bool] = {}
         self.num_recalled = 0
