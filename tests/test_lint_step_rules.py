@@ -258,6 +258,56 @@ def train(net, opt, loader):
 FORWARD        scaler.scale(loss).backward()
         opt.step()
 """,
+    "penalty whose scale goes afterwards, or by a factor from elsewhere": """\
+def penalty(net, scaler, x, inverse):
+    score = net(x).float().sum()
+    slope = torch.autograd.grad(scaler.scale(score), x, create_graph=True)[0]
+    return slope.square().sum().sqrt() / scaler.get_scale()
+
+
+def other(net, scaler, x, inverse):
+    score = net(x).float().sum()
+    slope = torch.autograd.grad(scaler.scale(score), x, create_graph=True)[0]
+    return (slope * inverse).square().sum()
+""",
+    "fp16 with a scaler when there is one": """\
+def train(net, opt, loader, scaler=None):
+    for x, y in loader:
+        opt.zero_grad()
+FORWARD        if scaler is not None:
+            scaler.scale(loss).backward()
+            scaler.step(opt)
+            scaler.update()
+        else:
+            loss.backward()
+            opt.step()
+""",
+    "region that may be off": """\
+def train(net, opt, loader, amp):
+    for x, y in loader:
+        opt.zero_grad()
+        with torch.autocast("cuda", dtype=torch.float16, enabled=amp):
+            loss = nn.functional.mse_loss(net(x).float(), y)
+        loss.backward()
+        opt.step()
+""",
+    "leaf of a stage": """\
+def stage(h, gradient):
+    h = h.detach().requires_grad_()
+    h.backward(gradient)
+    return h.grad
+""",
+    "wrapped or extended after its optimizer": """\
+def train(net: nn.Module, loader):
+    opt = torch.optim.Adam(net.parameters())
+    net.inner = net
+    net.extra = nn.Linear(8, 8)
+    opt.add_param_group({"params": net.extra.parameters()})
+    for x, y in loader:
+        opt.zero_grad()
+        nn.functional.mse_loss(net(x), y).backward()
+        opt.step()
+""",
     "scaled by hand": """\
 def train(net, opt, scaler, loader):
     for x, y in loader:

@@ -7,11 +7,10 @@ import builtins
 import math
 import operator
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from halfstep.lint.formats import answer, devices_among, imposed, widest
+from halfstep.lint.arithmetic import OPERATORS, compared, folded, operated
 from halfstep.lint.names import canonical
 from halfstep.lint.state import State
 from halfstep.lint.values import (
@@ -28,33 +27,15 @@ from halfstep.lint.values import (
     Name,
     Object,
     Parameters,
-    Scale,
     Table,
     Tensor,
     Unknown,
     Value,
     finfo_bound,
-    is_lowest,
     is_number,
     join,
 )
 
-_OPERATORS: dict[type[ast.operator], tuple[str, Callable[[Any, Any], Any]]] = {
-    ast.Add: ("add", operator.add),
-    ast.Sub: ("sub", operator.sub),
-    ast.Mult: ("mul", operator.mul),
-    ast.Div: ("div", operator.truediv),
-    ast.FloorDiv: ("floor_divide", operator.floordiv),
-    ast.Mod: ("remainder", operator.mod),
-    ast.Pow: ("pow", operator.pow),
-    ast.MatMult: ("matmul", operator.matmul),
-    ast.BitOr: ("or", operator.or_),
-    ast.BitAnd: ("and", operator.and_),
-}
-_PASSED_ON = frozenset(
-    "forward divided scaled gradient loss detached assumed rebuilt number weighted log_probability".split()
-)
-"""What a result inherits from the tensors it was computed from."""
 _ATTRIBUTES_OF_SAME = frozenset({"T", "mT", "H", "mH", "real", "data"})
 
 
@@ -333,60 +314,18 @@ class Expressions(State):
 
     def operate(self, node: ast.AST, op: ast.operator, left: Value, right: Value) -> Value:
         """``left op right``."""
-        name, function = _OPERATORS.get(type(op), ("other", operator.add))
+        name, function = OPERATORS.get(type(op), ("other", operator.add))
         if isinstance(left, Const) and isinstance(right, Const):
-            return _folded(name, function, left.value, right.value)
+            return folded(name, function, left.value, right.value)
         if isinstance(left, Items) and isinstance(right, Items) and name == "add":
             return Items(left.items + right.items, left.repeats or right.repeats)
         if isinstance(left, Table) and isinstance(right, Table) and name == "or":
             return Table(left.pairs + right.pairs, left.partial or right.partial)
         if isinstance(left, Parameters) and isinstance(right, Parameters) and name == "add":
             return Parameters(left.of | right.of)
-        result = self._operated(name, left, right, node)
+        result = operated(name, left, right, node, self.region())
         self.emit("operator", node, name, left, (left, right), result=result)
         return result
-
-    def _operated(self, name: str, left: Value, right: Value, node: ast.AST) -> Value:
-        if name == "div" and isinstance(left, Const) and isinstance(right, Scale):
-            return replace(right, inverse=not right.inverse)
-        if not isinstance(left, Tensor) and not isinstance(right, Tensor):
-            region = self.region()
-            formats = answer(name, (left, right), region) if region is not None and name == "matmul" else frozenset()
-            if is_number(left) and is_number(right):
-                return Unknown(is_number=True)
-            low = name == "mul" and (is_lowest(left) or is_lowest(right))  # a mask, from wherever it comes
-            return Tensor(formats, frozenset({"lowest"} if low else ()), node=node) if formats or low else UNKNOWN
-        tensors = [value for value in (left, right) if isinstance(value, Tensor)]
-        tags = frozenset(tag for tensor in tensors for tag in tensor.tags & _PASSED_ON)
-        if imposed(name, self.region()):
-            tags -= {"assumed"}
-        tags |= _of_values(name, left, right)
-        if not all("number" in tensor.tags for tensor in tensors):
-            tags -= {"number"}
-        if name in {"add", "sub"} and not all(tensor.tags & {"divided", "weighted"} for tensor in tensors):
-            tags -= {"divided", "weighted"}  # a term of a loss that is divided does not divide the loss
-        tags -= with_a_graph(tensors)
-        other = right if isinstance(left, Tensor) else left
-        scaled = next((tensor for tensor in tensors if "scaled" in tensor.tags), None)
-        if name in {"add", "sub", "floor_divide"} or (name == "mul" and not is_small(left) and not is_small(right)):
-            tags |= frozenset(tag for tensor in tensors for tag in tensor.tags & {"grid", "long grid"})
-        if unscales(name, right) or unscales(name, left):
-            tags -= {"scaled"}
-        elif name == "div" and isinstance(left, Tensor):
-            tags |= {"divided"}
-        elif name == "mul" and not isinstance(other, Tensor):
-            tags |= {"divided"} if is_small(other) else set() if isinstance(other, Const) else {"weighted"}
-        scaler, updates = (scaled.scaler, scaled.updates) if scaled is not None and "scaled" in tags else (None, 0)
-        of = frozenset(ident for tensor in tensors for ident in tensor.of)
-        return Tensor(self._promoted(name, left, right), tags, scaler, updates, of, node, devices_among((left, right)))
-
-    def _promoted(self, name: str, left: Value, right: Value) -> frozenset[str]:
-        if name == "div" and is_number(left):
-            return answer("reciprocal", (right,), self.region())  # what torch makes of 1 / x
-        if name in {"matmul", "pow"}:
-            return answer(name, (left, right), self.region())
-        formats = widest((left, right))
-        return frozenset({"fp32"}) if name == "div" and formats and formats <= {"int", "bool"} else formats
 
     def region(self) -> Object | None:
         """The innermost autocast region around here."""
@@ -412,20 +351,9 @@ class Expressions(State):
         values = [self.value(node.left), *(self.value(part) for part in node.comparators)]
         names = ".".join(type(op).__name__ for op in node.ops)
         if len(values) == 2:
-            left, right = values
-            if names in {"Is", "IsNot"} and right == NONE:
-                known = None if isinstance(left, Unknown | Choice | Method) else left == NONE
-                if isinstance(left, Tensor) and "gradient" in left.tags:
-                    known = False  # one that exists: the other branch does nothing to it
-                if known is not None:
-                    return Const(known == (names == "Is"))
-            if isinstance(left, Const) and isinstance(right, Const | Items) and names in _COMPARED:
-                try:
-                    return Const(_COMPARED[names](left, right))
-                except (TypeError, AttributeError):
-                    pass
-            if isinstance(left, Name) and isinstance(right, Name) and names in {"Is", "Eq", "IsNot", "NotEq"}:
-                return Const((left == right) == (names in {"Is", "Eq"}))
+            known = compared(names, *values)
+            if known is not None:
+                return Const(known)
         self.emit("compare", node, names, values[0], tuple(values))
         tensors = [value for value in values if isinstance(value, Tensor)]
         return Tensor(frozenset({"bool"}), frozenset({"mask"}), node=node) if tensors else UNKNOWN
@@ -480,17 +408,6 @@ _METHODS = {
     kind: f"_{kind.__name__}" for kind in vars(ast).values() if isinstance(kind, type) and issubclass(kind, ast.expr)
 }
 _NEGATED = {"min": "max", "max": "min"}
-_FOLDED = {"add", "sub", "mul", "div", "floor_divide", "remainder", "pow"}
-_COMPARED: dict[str, Callable[[Const, Any], bool]] = {
-    "Eq": lambda left, right: bool(left.value == right.value),
-    "NotEq": lambda left, right: bool(left.value != right.value),
-    "Lt": lambda left, right: bool(left.value < right.value),
-    "Gt": lambda left, right: bool(left.value > right.value),
-    "LtE": lambda left, right: bool(left.value <= right.value),
-    "GtE": lambda left, right: bool(left.value >= right.value),
-    "In": lambda left, right: _contains(right, left),
-    "NotIn": lambda left, right: not _contains(right, left),
-}
 
 
 def _chosen(text: str) -> str:
@@ -498,60 +415,6 @@ def _chosen(text: str) -> str:
     if "requires_grad" not in text:
         return ""
     return "frozen" if re.search(r"not \w+\.requires_grad|requires_grad (is|==) False", text) else "trainable"
-
-
-def _of_values(operation: str, left: Value, right: Value) -> frozenset[str]:
-    """The tags that tell of the values of ``left operation right``."""
-    tags = [value.tags for value in (left, right) if isinstance(value, Tensor)]
-    found = set()
-    if operation == "sub" and isinstance(left, Const) and "probability" in tags[0]:
-        found.add("probability")  # 1 - p
-    if operation in {"mul", "pow"} and all(tag & {"probability", "bounded"} for tag in tags):
-        found.add("bounded")
-    if (operation == "mul" and (is_lowest(left) or is_lowest(right))) or (
-        operation == "add" and any("lowest" in tag for tag in tags)
-    ):
-        found.add("lowest")
-    return frozenset(found)
-
-
-def is_small(value: Value) -> bool:
-    """Whether it is a number that makes a product smaller, as the inverse of a count does."""
-    return isinstance(value, Const) and isinstance(value.value, int | float) and abs(value.value) < 1
-
-
-def _folded(name: str, function: Callable[[Any, Any], Any], left: Any, right: Any) -> Value:
-    """An operation on constants, computed where that is sure to be small."""
-    if name == "add" and isinstance(left, str) and isinstance(right, str) and len(left) + len(right) <= 1000:
-        return Const(left + right)
-    if name not in _FOLDED or not (_is_plain(left) and _is_plain(right)) or (name == "pow" and abs(right) > 64):
-        return UNKNOWN
-    try:
-        return Const(function(left, right))
-    except (ValueError, ArithmeticError):
-        return UNKNOWN
-
-
-def _is_plain(value: object) -> bool:
-    """Whether it is a number of a size that computing with it cannot make large."""
-    return isinstance(value, float) or (isinstance(value, int) and value.bit_length() <= 256)
-
-
-def _contains(container: Const | Items, element: Const) -> bool:
-    return element in container.items if isinstance(container, Items) else element.value in container.value
-
-
-def unscales(operation: str, operand: Value) -> bool:
-    """Whether a division by ``operand``, or a product with it, takes the loss scale out."""
-    if not isinstance(operand, Scale):
-        return False
-    return operation == ("mul" if operand.inverse else "div")
-
-
-def with_a_graph(tensors: list[Tensor]) -> frozenset[str]:
-    """The tags that a result loses because one of its operands may have a graph."""
-    without = {"detached", "rebuilt", "literal", "number"}
-    return frozenset() if all(tensor.tags & without for tensor in tensors) else frozenset({"detached", "rebuilt"})
 
 
 def element_of(iterable: Value) -> Value:

@@ -38,9 +38,7 @@ def assumed(
             "unscale_" in uses
             or {"scale", "update"} <= uses
             or (_SCALER.search(name) and uses & {"scale", "unscale_", "get_scale"})
-        ):
-            kind = "scaler"
-        elif _SCALER.search(name) and {"step", "update"} <= uses:
+        ) or (_SCALER.search(name) and {"step", "update"} <= uses):
             kind = "scaler"
         elif uses & {"in step", "in unscale_"} or (_OPTIMIZER.search(name) and uses & _STEPS):
             kind = "optimizer"

@@ -37,9 +37,8 @@ class Paths:
         with suppress(CutOff, RecursionError):
             base.definitions(tree.body)
         # What nothing has called is called from outside. A later one may be called by an earlier one.
-        functions, classes = _definitions(tree)
         called = _called_names(tree)
-        waiting = [(definition, cls) for definition, cls in functions]
+        waiting = _definitions(tree)
         # Those that nobody names come first, and an __init__ comes when no method of its class has run it.
         waiting.sort(key=lambda pair: (pair[0].name == "__init__", pair[0].name in called))
         for definition, cls in waiting:
@@ -84,21 +83,19 @@ class Paths:
                 todo.append(((*taken[:index], not taken[index]), index + 1))
 
 
-def _definitions(tree: ast.Module) -> tuple[list[tuple[Definition, ast.ClassDef | None]], list[ast.ClassDef]]:
-    """The functions of a module and the methods of its classes. Functions inside functions run where they are called."""
+def _definitions(tree: ast.Module) -> list[tuple[Definition, ast.ClassDef | None]]:
+    """The functions of a module and the methods of its classes. One inside another runs where it is called."""
     functions: list[tuple[Definition, ast.ClassDef | None]] = []
-    classes: list[ast.ClassDef] = []
     pending: list[ast.stmt] = list(tree.body)
     while pending:
         node = pending.pop(0)
         if isinstance(node, Definition):
             functions.append((node, None))
         elif isinstance(node, ast.ClassDef):
-            classes.append(node)
             functions.extend((method, node) for method in _methods(node))
         elif isinstance(node, ast.If | ast.Try | ast.With):
             pending.extend(child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt))
-    return functions, classes
+    return functions
 
 
 def _methods(cls: ast.ClassDef | None) -> list[Definition]:

@@ -111,10 +111,14 @@ class Relevance:
                 elif isinstance(node, ast.Call):
                     if isinstance(node.func, ast.Name):
                         found.setdefault(node.func.id, set()).add("()")
-                    elif isinstance(node.func, ast.Attribute) and node.func.attr in {"step", "unscale_"} and node.args:
+                    elif (
+                        isinstance(node.func, ast.Attribute)
+                        and node.func.attr in {"step", "unscale_"}
+                        and node.args
+                        and isinstance(node.args[0], ast.Name)
+                    ):
                         # scaler.step(opt): what it is handed is an optimizer.
-                        if isinstance(node.args[0], ast.Name):
-                            found.setdefault(node.args[0].id, set()).add(f"in {node.func.attr}")
+                        found.setdefault(node.args[0].id, set()).add(f"in {node.func.attr}")
             self._uses[function] = found
         return self._uses[function]
 

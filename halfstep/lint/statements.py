@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import ast
-import re
 from contextlib import suppress
 from dataclasses import replace
 
-from halfstep.lint import vocabulary
-from halfstep.lint.calls import Calls
-from halfstep.lint.event import Decision, Loop
+from halfstep.lint.conditions import Break, Conditions, Continue, Left, Raise, Return
+from halfstep.lint.event import Loop
 from halfstep.lint.expressions import element_of
 from halfstep.lint.values import (
     NONE,
@@ -22,7 +20,6 @@ from halfstep.lint.values import (
     Method,
     Name,
     Object,
-    Parameters,
     Table,
     Tensor,
     Unknown,
@@ -30,37 +27,14 @@ from halfstep.lint.values import (
     join,
 )
 
-_STEPWISE = re.compile(r"[%(\[]|\bstep|\bit\b|\biter|\bi\b|\bidx\b|\bindex\b|count|norm|loss|<|>")
-"""What a condition on the state of the training holds, and one on a setting does not."""
 
-
-class _Left(Exception):
-    """A ``return``, ``break`` or ``continue`` on the way out."""
-
-
-class _Return(_Left):
-    pass
-
-
-class _Break(_Left):
-    pass
-
-
-class _Continue(_Left):
-    pass
-
-
-class _Raise(_Left):
-    pass
-
-
-class Run(Calls):
-    """Runs statements in order. Where a condition matters and is not known, the oracle decides."""
+class Run(Conditions):
+    """Runs statements in order."""
 
     def run_body(self, body: list[ast.stmt]) -> Value:
         outer, self.returned = self.returned, []
         try:
-            with suppress(_Return, _Break, _Continue):
+            with suppress(Return, Break, Continue):
                 self.block(body)
         finally:
             returned, self.returned = self.returned, outer
@@ -73,7 +47,7 @@ class Run(Calls):
 
     def module(self, body: list[ast.stmt]) -> None:
         """Run the module's own code, as a script would."""
-        with suppress(_Left):
+        with suppress(Left):
             self.block(body)
 
     def definitions(self, body: list[ast.stmt]) -> None:
@@ -84,14 +58,14 @@ class Run(Calls):
                 isinstance(statement, ast.Expr) and self.relevance.matters(statement)
             )
             if not runs:
-                with suppress(_Left):
+                with suppress(Left):
                     self.block([statement])
         self.quiet -= 1
 
     def function(self, definition: ast.FunctionDef | ast.AsyncFunctionDef, cls: ast.ClassDef | None) -> None:
         """Run a function that nothing in the source calls; a method after its class's ``__init__``."""
         owner = None
-        with suppress(_Left):
+        with suppress(Left):
             if cls is not None:
                 made = self.instantiate(cls, (), (), cls)
                 is_static = any(getattr(d, "id", "") == "staticmethod" for d in definition.decorator_list)
@@ -241,171 +215,23 @@ class Run(Calls):
     def _do_Return(self, node: ast.Return) -> None:
         self.returned.append(self.value(node.value))
         self.emit("return", node)
-        raise _Return
+        raise Return
 
     def _do_Break(self, node: ast.Break) -> None:
         self.emit("break", node)
-        raise _Break
+        raise Break
 
     def _do_Continue(self, node: ast.Continue) -> None:
         self.emit("continue", node)
-        raise _Continue
+        raise Continue
 
     def _do_Raise(self, node: ast.Raise) -> None:
         if node.exc is not None:
             self.value(node.exc)
-        raise _Raise
+        raise Raise
 
     def _do_Assert(self, node: ast.Assert) -> None:
         self.value(node.test)
-
-    # -- conditions --
-
-    def _do_If(self, node: ast.If) -> None:
-        num_recalled = self.num_recalled
-        truth = self.condition(node.test)
-        if truth is not None:
-            recalled = self.num_recalled > num_recalled
-            decision = Decision(node, self.relevance.text(node.test), truth, self._is_mode(node.test)) if recalled else None
-            self._side(node, truth, decision)
-            return
-        if self._only_raises(node.body):
-            self._rehearse(node.body)
-            self.block(node.orelse)
-        elif node.orelse and self._only_raises(node.orelse):
-            self.block(node.body)
-            self._rehearse(node.orelse)
-        elif self._forks(node):
-            self._side(node, self.decide(node), self.taken[-1])
-        else:
-            self._both(node)
-
-    def _side(self, node: ast.If, taken: bool, decision: Decision | None) -> None:
-        """Run one branch, under the decision that led there; None where the source leaves no choice."""
-        depth = len(self.enclosing)
-        if decision is not None:
-            self.enclosing.append(decision)
-        try:
-            self.block(node.body if taken else node.orelse)
-        finally:
-            del self.enclosing[depth:]
-
-    def condition(self, test: ast.expr) -> bool | None:
-        """Whether a condition holds; a part that was decided before keeps its answer."""
-        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-            inner = self.condition(test.operand)
-            return None if inner is None else not inner
-        if isinstance(test, ast.BoolOp):
-            stops = isinstance(test.op, ast.Or)
-            answers = [self.condition(part) for part in test.values]
-            if stops in answers:
-                return stops
-            return (not stops) if None not in answers else self._recall(test)
-        if isinstance(test, ast.Compare) and self.relevance.text(test) in _MAIN:
-            return True
-        truth = self.truth(self.value(test))
-        return truth if truth is not None or self.quiet else self._recall(test)
-
-    def _recall(self, test: ast.expr) -> bool | None:
-        """What was decided about a condition before."""
-        truth = self.decided.get(self.relevance.text(test))
-        self.num_recalled += truth is not None
-        return truth
-
-    def _forks(self, node: ast.If) -> bool:
-        if self.quiet:
-            return False
-        inside = [*node.body, *node.orelse]
-        if any(self.relevance.matters(part) for part in inside):
-            return True
-        function = self.functions[-1] if self.functions else None
-        holder = function if function is not None else self.loops[-1].node if self.loops else None
-        return (
-            any(self.relevance.leaves(part) for part in inside)
-            and holder is not None
-            and self.relevance.matters(holder)
-        )
-
-    def decide(self, node: ast.If | ast.While | ast.Try) -> bool:
-        """Take a side: the oracle's, or the one a training step usually takes."""
-        test = node.test if not isinstance(node, ast.Try) else None
-        text = self.relevance.text(test) if test is not None else "an exception"
-        usual = isinstance(node, ast.While) or not (isinstance(node, ast.If) and _leaves_at_once(node.body))
-        index = len(self.taken)
-        taken = self.oracle[index] if index < len(self.oracle) else usual
-        is_mode = test is not None and self._is_mode(test)
-        self.taken.append(Decision(node, text, taken, is_mode))
-        if test is not None:
-            self._learn(test, taken)
-        return taken
-
-    def _learn(self, test: ast.expr, truth: bool) -> None:
-        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-            self._learn(test.operand, not truth)
-            return
-        self.decided[self.relevance.text(test)] = truth
-        if isinstance(test, ast.BoolOp) and truth is isinstance(test.op, ast.And):
-            for part in test.values:
-                self._learn(part, truth)
-        opposite = self.relevance.opposite(test) if isinstance(test, ast.Compare) else None
-        if opposite is not None:
-            self.decided[opposite] = not truth
-
-    def _is_mode(self, test: ast.expr) -> bool:
-        value = None
-        if isinstance(test, ast.Name):
-            value = self.lookup(test.id)
-        if isinstance(value, Tensor):
-            return False
-        text = self.relevance.text(test)
-        if self.relevance.words(text) & self.relevance.counters:
-            return False
-        return not _STEPWISE.search(text) or bool(
-            re.match(r"^[\w.]+\.(is_available|is_enabled|get|is_initialized)\(", text)
-        )
-
-    @staticmethod
-    def _only_raises(body: list[ast.stmt]) -> bool:
-        return isinstance(body[-1], ast.Raise)
-
-    def _rehearse(self, body: list[ast.stmt]) -> None:
-        """Look at the sites of a branch that does not belong to a training step."""
-        before = self.snapshot()
-        self.quiet += 1
-        returned = list(self.returned)
-        try:
-            self.block(body)
-        except _Left:
-            pass
-        finally:
-            self.quiet -= 1
-        self.returned[:] = returned
-        self.restore(before)
-
-    def _both(self, node: ast.If) -> None:
-        """Run both branches, one after the other, and keep what they agree in."""
-        before = self.snapshot()
-        left: list[_Left] = []
-        self.quiet += 1
-        try:
-            try:
-                self.block(node.body)
-            except _Left as reason:
-                left.append(reason)
-            after = self.snapshot()
-            self.restore(before)
-            try:
-                self.block(node.orelse)
-            except _Left as reason:
-                if left:
-                    raise
-                left.append(reason)
-                self.restore(after)
-                return
-        finally:
-            self.quiet -= 1
-        if not left:
-            self.merge(after)
 
     # -- loops --
 
@@ -421,9 +247,9 @@ class Run(Calls):
                 self.assign(node.target, item, node)
                 try:
                     self.block(node.body)
-                except _Continue:
+                except Continue:
                     continue
-                except _Break:
+                except Break:
                     break
             self.block(node.orelse)
             return
@@ -458,9 +284,9 @@ class Run(Calls):
             try:
                 advance()
                 self.block(node.body)
-            except _Continue:
+            except Continue:
                 pass
-            except _Break:
+            except Break:
                 break
             finally:
                 del self.loops[outer_loops:]
@@ -500,12 +326,12 @@ class Run(Calls):
         try:
             self.block(node.body)
             self.block(node.orelse)
-        except _Raise:
+        except Raise:
             pass
         finally:
             for handler in node.handlers:
                 if not self.quiet:
-                    self._rehearse(handler.body)
+                    self.rehearse(handler.body)
             self.block(node.finalbody)
 
     _do_TryStar = _do_Try
@@ -516,16 +342,11 @@ class Run(Calls):
         self.quiet += 1
         try:
             for case in node.cases:
-                try:
+                with suppress(Left):
                     self.block(case.body)
-                except _Left:
-                    pass
         finally:
             self.quiet -= 1
         self.merge(before)
-
-
-_MAIN = {"__name__ == '__main__'", "'__main__' == __name__"}
 
 
 def _loaded(target: ast.expr) -> ast.expr:
@@ -556,7 +377,3 @@ def _another(element: Value, turn: int) -> Value:
 
 def _last_name(target: ast.expr) -> str:
     return getattr(target, "id", "") or getattr(target, "attr", "")
-
-
-def _leaves_at_once(body: list[ast.stmt]) -> bool:
-    return isinstance(body[-1], ast.Continue | ast.Break | ast.Return | ast.Raise)

@@ -7,7 +7,8 @@ import re
 from dataclasses import replace
 
 from halfstep.lint import vocabulary
-from halfstep.lint.expressions import Expressions, is_small, unscales, with_a_graph
+from halfstep.lint.arithmetic import is_small, unscales, with_a_graph
+from halfstep.lint.expressions import Expressions
 from halfstep.lint.formats import answer, devices_among, devices_of, format_of, imposed, moved_to
 from halfstep.lint.values import (
     NONE,

@@ -81,8 +81,8 @@ class Object:
     """What calling a class of a library made, or a parameter that is used like it.
 
     kind: scaler, optimizer, scheduler, module, region, context, accelerator ... (``vocabulary.kind_of``), "" for
-    another. type: the qualified name of its class, "" for a parameter. ``node``: the call, or the parameter. Two are the
-    same when they were made in the same place.
+    another. type: the qualified name of its class, "" for a parameter. ``node``: the call, or the parameter. Two are
+    the same when they were made in the same place.
     """
 
     kind: str

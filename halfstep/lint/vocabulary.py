@@ -101,8 +101,8 @@ KEEPS_FORMAT = frozenset(
     "moveaxis topk sort sin cos round floor ceil sign nan_to_num requires_grad_ retain_grad add sub mul div add_ sub_ "
     "mul_ div_ true_divide lerp var std zeros_like ones_like rand_like randn_like full_like empty_like new_zeros "
     "new_ones new_empty new_full addcmul addcdiv T mH diagonal diag unfold take item maximum minimum hstack vstack "
-    "fill index_fill index_add index_copy index_put scatter scatter_add masked_scatter threshold hardtanh relu6 logsigmoid "
-    "erf fmod remainder".split()
+    "fill index_fill index_add index_copy index_put scatter scatter_add masked_scatter threshold hardtanh relu6 "
+    "logsigmoid erf fmod remainder".split()
 )
 """Give back the format of what they are given, in a region and outside."""
 
@@ -119,7 +119,8 @@ SEVERAL_OPERANDS = (
 SAME_VALUES = frozenset(
     "flatten unflatten view reshape view_as reshape_as transpose permute t contiguous squeeze unsqueeze expand "
     "expand_as repeat repeat_interleave chunk split unbind select narrow index_select gather masked_select flip roll "
-    "detach clone cpu cuda cat stack concat concatenate hstack vstack movedim swapaxes moveaxis diagonal take requires_grad_".split()
+    "detach clone cpu cuda cat stack concat concatenate hstack vstack movedim swapaxes moveaxis diagonal take "
+    "requires_grad_".split()
 )
 """Give back the values that they were given, in another order or shape."""
 
@@ -128,7 +129,8 @@ LITERALS = frozenset(
 )
 
 CLIPS = frozenset(
-    "clip_grad_norm_ clip_grad_value_ clip_grad_norm clip_grads_with_norm_ dispatch_clip_grad adaptive_clip_grad".split()
+    "clip_grad_norm_ clip_grad_value_ clip_grad_norm clip_grads_with_norm_ dispatch_clip_grad "
+    "adaptive_clip_grad".split()
 )
 
 INPLACE_GRADIENT = frozenset(

@@ -96,9 +96,9 @@ def _trained(made: Event, formats: Formats, step: Event | None) -> Iterator[Trai
 
 def _parts(params: Value | None) -> Iterator[Parameters | Tensor]:
     """What an optimizer was given, also in groups; frozen parameters were left out by the source."""
-    if isinstance(params, Parameters) and params.only != "frozen":
-        yield params
-    elif isinstance(params, Tensor) and "parameter" in params.tags:
+    if (isinstance(params, Parameters) and params.only != "frozen") or (
+        isinstance(params, Tensor) and "parameter" in params.tags
+    ):
         yield params
     elif isinstance(params, Items):
         for item in params.items:

@@ -43,14 +43,14 @@ RULE = Rule(
     summary="accelerator.clip_grad_norm_ runs on every micro-batch of an accumulation window.",
     why="""
 Inside `accelerator.accumulate(model)` the optimizer steps on the last micro-batch of a window only, but a clip runs on
-every one. In bf16 and fp32 nothing raises: after the first of 4 micro-batches the sum so far is cut to the maximal norm,
-and again after the second, so what is stepped is not the clipped mean of the four; early micro-batches count less. In
-fp16 the clip calls `unscale_`, which raises the second time in a window.
+every one. In bf16 and fp32 nothing raises: after the first of 4 micro-batches the sum so far is cut to the maximal
+norm, and again after the second, so what is stepped is not the clipped mean of the four; early micro-batches count
+less. In fp16 the clip calls `unscale_`, which raises the second time in a window.
 
 `accelerator.sync_gradients` is true on the micro-batch that steps.
 """,
     bad=(
-        '''\
+        """\
 import torch
 from accelerate import Accelerator
 
@@ -65,8 +65,8 @@ def main(net, loader):
             accelerator.clip_grad_norm_(net.parameters(), 1.0)  # HS171
             optimizer.step()
             optimizer.zero_grad()
-''',
-        '''\
+""",
+        """\
 import torch
 from accelerate import Accelerator
 
@@ -83,10 +83,10 @@ class Job:
                 self.acc.clip_grad_value_(self.net.parameters(), 0.5)  # HS171
                 self.opt.step()
                 self.opt.zero_grad()
-''',
+""",
     ),
     good=(
-        '''\
+        """\
 import torch
 from accelerate import Accelerator
 
@@ -102,8 +102,8 @@ def main(net, loader):
                 accelerator.clip_grad_norm_(net.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-''',
-        '''\
+""",
+        """\
 import torch
 from accelerate import Accelerator
 
@@ -117,7 +117,7 @@ def main(net, loader):
         accelerator.clip_grad_norm_(net.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-''',
+""",
     ),
     check=check,
     fix="unsafe",

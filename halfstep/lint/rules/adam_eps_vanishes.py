@@ -31,8 +31,8 @@ def check(script: Script) -> Iterator[Problem]:
             made = trained.made
             yield Problem(
                 made.node,
-                f"eps={_eps(trained):g} is zero in fp16, the format of these weights: a gradient of zero divides 0 by 0 "
-                "and makes its weight NaN; keep the weights in fp32, or pass eps=1e-4",
+                f"eps={_eps(trained):g} is zero in fp16, the format of these weights: a gradient of zero divides 0 by "
+                "0 and makes its weight NaN; keep the weights in fp32, or pass eps=1e-4",
                 *_mended(script, made.node),
             )
 

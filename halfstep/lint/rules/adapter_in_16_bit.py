@@ -13,7 +13,8 @@ from halfstep.lint.vocabulary import is_module_base
 from halfstep.lint.weights import inherits_format, trained_in_16_bit
 
 _INHERITED = (
-    "the trainable weights of this adapter take over the format of the frozen base, 16 bit in this file: keep them in fp32"
+    "the trainable weights of this adapter take over the format of the frozen base, 16 bit in this file: keep them in "
+    "fp32"
 )
 
 

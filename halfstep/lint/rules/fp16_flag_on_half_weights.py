@@ -39,14 +39,14 @@ RULE = Rule(
     summary="A Hugging Face Trainer with fp16=True is given weights loaded in fp16.",
     why="""
 `torch_dtype=torch.float16` decides what the weights are kept in, `fp16=True` turns on autocast and a `GradScaler`.
-Together they stop in the first step with `ValueError: Attempting to unscale FP16 gradients.`, because a gradient has the
-format of its weight and dividing an fp16 gradient by a scale of 65,536 would lose it below 6.0e-8.
+Together they stop in the first step with `ValueError: Attempting to unscale FP16 gradients.`, because a gradient has
+the format of its weight and dividing an fp16 gradient by a scale of 65,536 would lose it below 6.0e-8.
 
 The flag is made for fp32 weights: 4 bytes each, cast by autocast where a product needs it. With frozen weights in fp16,
 put the trained ones into fp32 afterwards. Adapters of PEFT are fp32 by default.
 """,
     bad=(
-        '''\
+        """\
 import torch
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
@@ -55,8 +55,8 @@ def main(path, train_set):
     model = AutoModelForCausalLM.from_pretrained(path, torch_dtype=torch.float16)  # HS173
     arguments = TrainingArguments("out", fp16=True, learning_rate=2e-5, max_grad_norm=1.0)
     Trainer(model=model, args=arguments, train_dataset=train_set).train()
-''',
-        '''\
+""",
+        """\
 from transformers import AutoModelForSequenceClassification
 from trl import RewardConfig, RewardTrainer
 
@@ -69,10 +69,10 @@ def load(path):
 def main(path, pairs):
     config = RewardConfig(output_dir="out", fp16=True)
     RewardTrainer(load(path), config, train_dataset=pairs).train()
-''',
+""",
     ),
     good=(
-        '''\
+        """\
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 
@@ -80,8 +80,8 @@ def main(path, train_set):
     model = AutoModelForCausalLM.from_pretrained(path)
     arguments = TrainingArguments("out", fp16=True, learning_rate=2e-5, max_grad_norm=1.0)
     Trainer(model=model, args=arguments, train_dataset=train_set).train()
-''',
-        '''\
+""",
+        """\
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
@@ -91,7 +91,7 @@ def main(path, train_set):
     base = AutoModelForCausalLM.from_pretrained(path, torch_dtype=torch.float16)
     model = get_peft_model(base, LoraConfig(r=16))
     Trainer(model=model, args=TrainingArguments("out", fp16=True), train_dataset=train_set).train()
-''',
+""",
     ),
     check=check,
 )

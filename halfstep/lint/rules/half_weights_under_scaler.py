@@ -14,7 +14,12 @@ def check(script: Script) -> Iterator[Problem]:
     for path in script.paths:
         for trained in trained_in_16_bit(path):
             step = trained.step
-            if step is None or step.what != "scaler.step" or "fp16" not in trained.formats or inherits_format(trained.cast):
+            if (
+                step is None
+                or step.what != "scaler.step"
+                or "fp16" not in trained.formats
+                or inherits_format(trained.cast)
+            ):
                 continue
             scaler = step.receiver
             if isinstance(scaler, Object) and scaler.argument("enabled") == Const(False):

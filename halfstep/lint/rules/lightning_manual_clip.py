@@ -26,14 +26,17 @@ def check(script: Script) -> Iterator[Problem]:
             elif event.what in _CLIPS and carries:
                 yield Problem(
                     event.node,
-                    "manual optimization under 16-mixed clips gradients that still carry the loss scale; it is taken out "
-                    "in the optimizer's step: call unscale_ of the precision plugin's scaler first, or use bf16-mixed",
+                    "manual optimization under 16-mixed clips gradients that still carry the loss scale; it is taken "
+                    "out in the optimizer's step: call unscale_ of the precision plugin's scaler first, or use bf16-mixed",
                 )
 
 
 def _trains_in_fp16(script: Script) -> bool:
     return any(
-        any(isinstance(option, Const) and option.value in _FP16 for option in options(event.result.argument("precision")))
+        any(
+            isinstance(option, Const) and option.value in _FP16
+            for option in options(event.result.argument("precision"))
+        )
         for event in script.sites
         if event.what == "make" and isinstance(event.result, Object) and event.result.kind == "lightning trainer"
     )
@@ -62,7 +65,7 @@ Unscale first, `self.trainer.precision_plugin.scaler.unscale_(opt)`, or train in
 leave the clip to the Trainer (`gradient_clip_val`, automatic optimization).
 """,
     bad=(
-        '''\
+        """\
 import torch
 from lightning.pytorch import LightningModule, Trainer
 
@@ -86,8 +89,8 @@ class Net(LightningModule):
 
 def main(body, loader):
     Trainer(precision="16-mixed").fit(Net(body), loader)
-''',
-        '''\
+""",
+        """\
 import pytorch_lightning as pl
 import torch
 
@@ -108,10 +111,10 @@ class Critic(pl.LightningModule):
 
 
 trainer = pl.Trainer(precision=16, max_epochs=3)
-''',
+""",
     ),
     good=(
-        '''\
+        """\
 import torch
 from lightning.pytorch import LightningModule, Trainer
 
@@ -133,8 +136,8 @@ class Net(LightningModule):
 
 def main(body, loader):
     Trainer(precision="16-mixed").fit(Net(body), loader)
-''',
-        '''\
+""",
+        """\
 import torch
 from lightning.pytorch import LightningModule, Trainer
 
@@ -155,7 +158,7 @@ class Net(LightningModule):
 
 def main(body, loader):
     Trainer(precision="bf16-mixed").fit(Net(body), loader)
-''',
+""",
     ),
     check=check,
 )

@@ -62,7 +62,7 @@ multiplies the loss by 65,536 once more, and nobody divides by it: the gradients
 Use the wrapper's `backward` and `step` alone; `accelerator.optimizer_step_was_skipped` tells of a skip.
 """,
     bad=(
-        '''\
+        """\
 import torch
 from accelerate import Accelerator
 from torch import nn
@@ -78,8 +78,8 @@ for _ in range(10):
     opt.step()
     accelerator.scaler.update()  # HS172
     opt.zero_grad()
-''',
-        '''\
+""",
+        """\
 import torch
 from lightning.pytorch import LightningModule, Trainer
 
@@ -97,10 +97,10 @@ class Net(LightningModule):
 
 def main(body, loader):
     Trainer(precision="16-mixed").fit(Net(body), loader)
-''',
+""",
     ),
     good=(
-        '''\
+        """\
 import torch
 from accelerate import Accelerator
 from torch import nn
@@ -115,8 +115,8 @@ for _ in range(10):
     accelerator.backward(loss)
     opt.step()
     opt.zero_grad()
-''',
-        '''\
+""",
+        """\
 import torch
 from lightning.pytorch import LightningModule, Trainer
 
@@ -132,7 +132,7 @@ class Net(LightningModule):
 
 def main(body, loader):
     Trainer(precision="16-mixed").fit(Net(body), loader)
-''',
+""",
     ),
     check=check,
 )

@@ -19,7 +19,8 @@ def check(script: Script) -> Iterator[Problem]:
             after = before = event.result
         else:
             continue
-        assert isinstance(before, Tensor) and isinstance(after, Tensor)
+        assert isinstance(before, Tensor)
+        assert isinstance(after, Tensor)
         exact = _rounded(before, after)
         if exact is not None:
             yield Problem(

@@ -9,7 +9,9 @@ from halfstep.lint.event import Decision, Event, Path
 from halfstep.lint.rule import Problem, Rule
 from halfstep.lint.script import Script
 
-_RANK = re.compile(r"\b(global_|local_)?rank\b|get_rank\(|is_main_process|is_master\b|is_rank_zero|is_global_zero", re.I)
+_RANK = re.compile(
+    r"\b(global_|local_)?rank\b|get_rank\(|is_main_process|is_master\b|is_rank_zero|is_global_zero", re.I
+)
 _STEPS = {"scaler.step", "scaler.update", "scaler.unscale_", "optimizer.step"}
 
 
@@ -25,8 +27,8 @@ def check(script: Script) -> Iterator[Problem]:
             reported.add(decision.text)
             yield Problem(
                 event.node,
-                f"{event.what.partition('.')[2]} depends on the rank (`{decision.text}`): the others keep their weights "
-                "and their scale, and the ranks drift apart; run it on all of them",
+                f"{event.what.partition('.')[2]} depends on the rank (`{decision.text}`): the others keep their "
+                "weights and their scale, and the ranks drift apart; run it on all of them",
             )
 
 
@@ -56,7 +58,7 @@ up to a factor of 2. With FSDP the collectives no longer match, and the run hang
 Step, unscale and update on all ranks; print and save on rank 0.
 """,
     bad=(
-        '''\
+        """\
 import torch
 import torch.distributed as dist
 
@@ -70,8 +72,8 @@ def train(net, opt, scaler, loader):
         if dist.get_rank() == 0:
             scaler.step(opt)  # HS176
         scaler.update()
-''',
-        '''\
+""",
+        """\
 import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -87,10 +89,10 @@ class Worker:
         torch.nn.functional.mse_loss(self.net(x), y).backward()
         if self.rank == 0:
             self.opt.step()  # HS176
-''',
+""",
     ),
     good=(
-        '''\
+        """\
 import torch
 import torch.distributed as dist
 
@@ -105,8 +107,8 @@ def train(net, opt, scaler, loader):
         scaler.update()
         if dist.get_rank() == 0 and step % 100 == 0:
             print(step, loss.item())
-''',
-        '''\
+""",
+        """\
 import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -120,7 +122,7 @@ def main(net, rank, loader):
         opt.step()
     if rank == 0:
         torch.save(net.state_dict(), "net.pt")
-''',
+""",
     ),
     check=check,
 )

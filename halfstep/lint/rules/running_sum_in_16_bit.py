@@ -21,8 +21,8 @@ def check(script: Script) -> Iterator[Problem]:
             limit = 256 if "bf16" in total.formats else 2048
             yield Problem(
                 event.node,
-                f"a running sum is kept in {name}: counting by ones it stops at {limit}, and every sum stops once it is "
-                f"{limit} times what is added; keep it in fp32",
+                f"a running sum is kept in {name}: counting by ones it stops at {limit}, and every sum stops once it "
+                f"is {limit} times what is added; keep it in fp32",
             )
 
 

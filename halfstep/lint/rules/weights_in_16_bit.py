@@ -21,8 +21,8 @@ def check(script: Script) -> Iterator[Problem]:
             name = " or ".join(sorted(trained.formats))
             yield Problem(
                 trained.cast,
-                f"these weights are trained in {name} without a master copy: an update smaller than 2^-{bits + 1} of its "
-                "weight rounds away; keep them in fp32 and open an autocast region, or train with master weights",
+                f"these weights are trained in {name} without a master copy: an update smaller than 2^-{bits + 1} of "
+                "its weight rounds away; keep them in fp32 and open an autocast region, or train with master weights",
             )
 
 
