@@ -28,7 +28,7 @@ SCRIPTS = sorted((HERE / "mistakes").glob("*.py")) + sorted((HERE / "mistakes" /
 OWN = sorted((HERE.parent / "halfstep" / "lint").glob("*.py"))
 STALLED_S = 120
 
-WORDS = (  # noqa: SIM905
+WORDS = (
     "scaler optimizer opt loss model net backward step update unscale_ scale zero_grad grad autocast GradScaler amp"
     " torch half float bfloat16 float16 enabled clip_grad_norm_ get_scale state_dict load_state_dict item no_grad self"
     " scheduler i epoch loader x y parameters cuda device dtype finfo masked_fill log exp sum mean"

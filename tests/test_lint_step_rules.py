@@ -260,21 +260,23 @@ FORWARD        scaler.scale(loss).backward()
 """,
     "penalty whose scale goes afterwards, or by a factor from elsewhere": """\
 def penalty(net, scaler, x, inverse):
-    score = net(x).float().sum()
+    with torch.autocast("cuda", dtype=torch.float16):
+        score = net(x).float().sum()
     slope = torch.autograd.grad(scaler.scale(score), x, create_graph=True)[0]
     return slope.square().sum().sqrt() / scaler.get_scale()
 
 
 def other(net, scaler, x, inverse):
-    score = net(x).float().sum()
+    with torch.autocast("cuda", dtype=torch.float16):
+        score = net(x).float().sum()
     slope = torch.autograd.grad(scaler.scale(score), x, create_graph=True)[0]
     return (slope * inverse).square().sum()
 """,
     "fp16 with a scaler when there is one": """\
-def train(net, opt, loader, scaler=None):
+def train(net, opt, loader, scaler, use_scaler):
     for x, y in loader:
         opt.zero_grad()
-FORWARD        if scaler is not None:
+FORWARD        if use_scaler:
             scaler.scale(loss).backward()
             scaler.step(opt)
             scaler.update()

@@ -26,8 +26,9 @@ def check(script: Script) -> Iterator[Problem]:
             elif event.what in _CLIPS and carries:
                 yield Problem(
                     event.node,
-                    "manual optimization under 16-mixed clips gradients that still carry the loss scale; it is taken "
-                    "out in the optimizer's step: call unscale_ of the precision plugin's scaler first, or use bf16-mixed",
+                    "manual optimization under 16-mixed clips gradients that still carry the loss scale, which is "
+                    "taken out in the optimizer's step: call unscale_ of the precision plugin's scaler first, or use "
+                    "bf16-mixed",
                 )
 
 
