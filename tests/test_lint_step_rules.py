@@ -293,6 +293,18 @@ def train(net, opt, loader, amp):
         loss.backward()
         opt.step()
 """,
+    "wrapped for several ranks after its optimizer": """\
+class Job:
+    def __init__(self, net: nn.Module):
+        self.net = net
+        self.opt = torch.optim.Adam(self.net.parameters())
+        self.net = nn.parallel.DistributedDataParallel(self.net)
+
+    def batch(self, x, y):
+        self.opt.zero_grad()
+        nn.functional.mse_loss(self.net(x), y).backward()
+        self.opt.step()
+""",
     "leaf of a stage": """\
 def stage(h, gradient):
     h = h.detach().requires_grad_()

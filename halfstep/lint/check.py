@@ -11,7 +11,8 @@ from halfstep.lint.rule import Rule
 from halfstep.lint.script import Script
 
 WORTH_READING = re.compile(
-    r"autocast|GradScaler|\bamp\b|half\b|bfloat16|float16|fp16|bf16|\.backward\(|precision=|ross_?[eE]ntropy|anomaly|\.step\("
+    r"autocast|GradScaler|\bamp\b|half\b|bfloat16|float16|fp16|bf16|\.backward\(|precision=|ross_?[eE]ntropy|anomaly"
+    r"|autograd\.grad|\.step\("
 )
 """What a file holds if any rule may have a word to say about it."""
 
