@@ -107,17 +107,12 @@ class Conditions(Calls):
             and self.relevance.matters(holder)
         )
 
-    def decide(self, node: ast.If | ast.While | ast.Try) -> bool:
+    def decide(self, node: ast.If) -> bool:
         """Take a side: the oracle's, or the one a training step usually takes."""
-        test = node.test if not isinstance(node, ast.Try) else None
-        text = self.relevance.text(test) if test is not None else "an exception"
-        usual = isinstance(node, ast.While) or not (isinstance(node, ast.If) and _leaves_at_once(node.body))
         index = len(self.taken)
-        taken = self.oracle[index] if index < len(self.oracle) else usual
-        is_mode = test is not None and self._is_mode(test)
-        self.taken.append(Decision(node, text, taken, is_mode))
-        if test is not None:
-            self._learn(test, taken)
+        taken = self.oracle[index] if index < len(self.oracle) else not _leaves_at_once(node.body)
+        self.taken.append(Decision(node, self.relevance.text(node.test), taken, self._is_mode(node.test)))
+        self._learn(node.test, taken)
         return taken
 
     def _learn(self, test: ast.expr, truth: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
@@ -251,7 +252,8 @@ class Run(Conditions):
                     continue
                 except Break:
                     break
-            self.block(node.orelse)
+            else:
+                self.block(node.orelse)
             return
         element = self.element(iterable)
         self._loop(node, lambda: self._next(node, element))
@@ -270,14 +272,15 @@ class Run(Conditions):
         )
 
     def _do_While(self, node: ast.While) -> None:
-        self._loop(node, lambda: self.condition(node.test) and None)
+        self._loop(node, lambda: self.condition(node.test))
 
-    def _loop(self, node: ast.For | ast.AsyncFor | ast.While, advance: object) -> None:
-        assert callable(advance)
+    def _loop(self, node: ast.For | ast.AsyncFor | ast.While, advance: Callable[[], object]) -> None:
+        """Run the body of a loop, twice where the order of a step may be told by two turns."""
         matters = any(self.relevance.matters(part) for part in node.body)
         turns = 2 if matters and not self.relevance.holds_loop(node) and not self.quiet else 1
         outer_loops, outer_enclosing = len(self.loops), len(self.enclosing)
         before = self.snapshot() if not matters else None
+        is_broken = False
         for turn in range(turns):
             self.loops.append(Loop(node, turn))
             self.emit("again" if turn else "loop", node)
@@ -287,6 +290,7 @@ class Run(Conditions):
             except Continue:
                 pass
             except Break:
+                is_broken = True
                 break
             finally:
                 del self.loops[outer_loops:]
@@ -294,7 +298,8 @@ class Run(Conditions):
         self.emit("end", node)
         if before is not None:
             self.merge(before)
-        self.block(node.orelse)
+        if not is_broken:
+            self.block(node.orelse)
 
     # -- with and try --
 
