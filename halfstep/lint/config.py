@@ -89,12 +89,15 @@ def check_config(text: str, file: str, rules: Iterable[Rule]) -> list[Finding]:
 
     Raises :class:`ValueError` for a text that is no JSON.
     """
+    text = text.removeprefix("\ufeff")
     if not isinstance(json.loads(text), dict):
         return []
-    # Line breaks inside brackets mean nothing to Python either, so places are those of the file. A space before the
-    # first bracket would: one makes room for another bracket.
-    text = text.removeprefix("\ufeff")
-    tree = ast.parse(f"({text[1:]})" if text[:1].isspace() else text, file, mode="eval")
+    # Line breaks inside brackets mean nothing to Python either, so places are those of the file. Before them an
+    # indentation would: it makes room for another bracket.
+    indented = len(text) - len(text.lstrip())
+    if text[indented - 1 : indented] in {" ", "\t"}:
+        text = f"{text[: indented - 1]}({text[indented:]})"
+    tree = ast.parse(text, file, mode="eval")
     if not isinstance(tree.body, ast.Dict) or not _is_config(tree.body):
         return []
     config, lines = Config(tree.body), text.splitlines()
