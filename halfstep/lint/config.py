@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -94,9 +95,9 @@ def check_config(text: str, file: str, rules: Iterable[Rule]) -> list[Finding]:
         return []
     # Line breaks inside brackets mean nothing to Python either, so places are those of the file. Before them an
     # indentation would: it makes room for another bracket.
-    indented = len(text) - len(text.lstrip())
-    if text[indented - 1 : indented] in {" ", "\t"}:
-        text = f"{text[: indented - 1]}({text[indented:]})"
+    first = re.search(r"[^\S\r\n]*\S", text)
+    if first is not None and first.group()[0].isspace():
+        text = f"{text[: first.start()]}({text[first.start() + 1 :]})"
     tree = ast.parse(text, file, mode="eval")
     if not isinstance(tree.body, ast.Dict) or not _is_config(tree.body):
         return []
