@@ -13,12 +13,12 @@ from halfstep.lint.script import Script
 from halfstep.lint.values import NONE, Tensor
 
 _RUNNING = frozenset({"cumsum", "cumprod", "logcumsumexp"})
-_TAKE_DTYPE = frozenset({"sum", "nansum", "cumsum", "cumprod"})
+_TAKE_DTYPE = frozenset({"sum", "nansum", "norm", "cumsum", "cumprod"})
 
 
 def check(script: Script) -> Iterator[Problem]:
     zeroed = {total.node for total, _ in zeroed_sums(script)}  # HS156 says more
-    for operation in operations(script, frozenset({"sum", "nansum", *_RUNNING})):
+    for operation in operations(script, frozenset({"sum", "nansum", "norm", *_RUNNING})):
         tensor, result, node = operation.tensor(), operation.event.result, operation.node
         if tensor is None or not isinstance(result, Tensor) or not (tensor.is_16_bit and result.is_16_bit):
             continue
@@ -58,8 +58,10 @@ def _is_only_differentiated(script: Script, node: ast.AST) -> bool:
 
 
 def _is_long(operation: Operation, tensor: Tensor) -> bool:
-    """Over everything, or over the log-probabilities of a sequence."""
-    dim = operation.argument("dim", 1)
+    """Over everything, or over the log-probabilities of a sequence; a norm is one number, so that its range counts."""
+    dim = operation.argument("dim", 2 if operation.name == "norm" else 1)
+    if operation.name == "norm" and not tensor.is_fp16:
+        return False
     return dim is None or dim == NONE or "log_probability" in tensor.tags
 
 
@@ -75,12 +77,13 @@ RULE = Rule(
     code="HS146",
     name="sum-in-16-bit",
     severity="warning",
-    summary="A sum of a whole tensor, of log-probabilities, or a running sum is stored in 16 bit.",
+    summary="A sum or norm of a whole tensor, a sum of log-probabilities, or a running sum is stored in 16 bit.",
     why="""
 torch adds 16-bit numbers up in fp32, and then rounds the sum to the format of its input. In bf16 that keeps 8 bits: of
 the log-probability of a long answer, -11206.6, it makes -11200, and the difference between two such sums, the one that
-a preference loss is about, is gone. In fp16 it keeps 11 bits, and a sum beyond 65504 is `inf`: 100,000 times 2 is. A
-mean is not affected, since it is divided before it is rounded.
+a preference loss is about, is gone. In fp16 it keeps 11 bits, and a sum beyond 65504 is `inf`: 100,000 times 2 is. So
+is a norm: of a million numbers of size 100 it would be 100,000. A mean is not affected, since it is divided before it
+is rounded.
 
 In a CUDA region `sum` and `cumsum` answer in fp32. Outside, and in a region of the CPU, they do not: pass
 `dtype=torch.float32`, which costs no memory for the input, or take the values to float32 before.
@@ -111,6 +114,16 @@ def travelled(speeds: torch.Tensor) -> torch.Tensor:
 
 def total_weight(weights: torch.Tensor) -> torch.Tensor:
     return weights.to(torch.bfloat16).abs().sum()  # HS146
+""",
+        """\
+import torch
+from torch import nn
+
+encoder = nn.Linear(512, 64).half().cuda()
+
+
+def length(x):
+    return torch.norm(encoder(x.half()))  # HS146
 """,
     ),
     good=(
