@@ -86,10 +86,7 @@ def test_text_is_what_is_found_where_and_how_it_is_fixed(lint, train):
     status, out, err = lint()
     assert (status, err) == (1, "")
     assert out.startswith("train.py:3:1: HS101 bad is called\n  |\n1 | import torch.amp\n2 |\n3 | bad(1)\n  | ^^^^^^\n")
-    assert out.endswith(
-        "1 error, 2 warnings, 1 note in 1 file; 2 can be fixed: halfstep lint --fix;"
-        " 1 can be fixed: halfstep lint --unsafe-fixes\n"
-    )
+    assert out.endswith("1 error, 2 warnings, 1 note in 1 file; can be fixed: 2 with --fix, 1 with --unsafe-fixes\n")
     assert "\x1b" not in out
     assert lint("train.py") == (status, out, err)
     assert lint("--no-cache") == (status, out, err)
@@ -97,7 +94,11 @@ def test_text_is_what_is_found_where_and_how_it_is_fixed(lint, train):
 
 def test_nothing_found_is_status_0(lint, train, tmp_path):
     (tmp_path / "empty").mkdir()
-    assert lint("empty") == (0, "nothing found in 0 files\n", "")
+    assert lint("empty") == (
+        0,
+        "nothing found in 0 files\n",
+        "halfstep: there is no Python, no notebook and no DeepSpeed configuration in empty\n",
+    )
     train.write_text("import torch.amp\n")
     assert lint() == (0, "nothing found in 1 file\n", "")
     train.write_text("import torch.amp\nhint(1)\n")
@@ -206,11 +207,9 @@ def test_fix_mends_what_is_safe_and_reports_the_rest(lint, train):
     status, out, err = lint("--fix")
     assert (status, err) == (1, "")
     assert train.read_text() == FIXED
-    assert out.splitlines()[-1] == (
-        "1 warning, 1 note in 1 file, 2 fixed; 1 can be fixed: halfstep lint --unsafe-fixes"
-    )
+    assert out.splitlines()[-1] == ("1 warning, 1 note in 1 file, 2 fixed; can be fixed: 1 with --unsafe-fixes")
     assert "3 | good(1)" in out
-    assert lint("--fix")[1].splitlines()[-1].startswith("1 warning, 1 note in 1 file; 1")
+    assert lint("--fix")[1].splitlines()[-1].startswith("1 warning, 1 note in 1 file; can be")
     assert lint("--unsafe-fixes")[0] == 0
     assert train.read_text() == FIXED.replace("worse", "better")
 
@@ -218,6 +217,16 @@ def test_fix_mends_what_is_safe_and_reports_the_rest(lint, train):
 def test_unsafe_fixes_include_the_safe_ones(lint, train):
     assert lint("--unsafe-fixes")[0] == 0
     assert train.read_text() == FIXED.replace("worse", "better")
+
+
+def test_a_file_that_may_not_be_written_is_said_before_any_is(lint, train, tmp_path, monkeypatch):
+    (tmp_path / "locked.py").write_text(TEXT)
+    (tmp_path / "a.py").write_text(TEXT)
+    monkeypatch.setattr(os, "access", lambda path, mode: os.path.basename(path) != "locked.py")
+    status, out, err = lint("--fix")
+    assert (status, out) == (2, "")
+    assert err.startswith("halfstep: locked.py: it may not be written, and nothing was changed. ")
+    assert {(tmp_path / name).read_text() for name in ("a.py", "train.py", "locked.py")} == {TEXT}
 
 
 def test_migrate_rewrites_deprecated_names_alone(lint, train):
@@ -243,7 +252,7 @@ def test_a_loop_is_rewritten_to_a_stepper_and_what_stays_is_said(lint, tmp_path,
     """The rewriting itself has tests of its own."""
     conversions = {
         "a.py": Conversion("import halfstep\nbad(1)\n", 1),
-        "b.py": Conversion("x = 1\n", 0, ("b.py:1: this loop stays",)),
+        "b.py": Conversion("x = 1\n", 0, ((1, "this loop stays"),)),
     }
     monkeypatch.setattr(to_halfstep, "to_halfstep", lambda text, file: conversions[file])
     for name in conversions:
@@ -251,8 +260,8 @@ def test_a_loop_is_rewritten_to_a_stepper_and_what_stays_is_said(lint, tmp_path,
     status, out, err = lint("--to-halfstep", "--diff")
     assert (status, out.count("+import halfstep")) == (1, 1)
     assert (tmp_path / "a.py").read_text() == "x = 1\n"
-    said = "halfstep: a.py: 1 loop rewritten to a Stepper\nhalfstep: b.py:1: this loop stays\n"
-    assert err == f"{said}halfstep: 1 file would change; 0 of 0 findings would be fixed\n"
+    said = "halfstep: a.py: --to-halfstep rewrites 1 loop\nhalfstep: b.py:1: this loop stays\n"
+    assert err == f"{said}halfstep: 1 file would change\n"
     status, out, err = lint("--to-halfstep", "--ignore", "HS101")
     assert (status, out, err) == (0, "nothing found in 2 files\n", said)
     assert (tmp_path / "a.py").read_text() == "import halfstep\nbad(1)\n"
@@ -339,6 +348,9 @@ def test_explain_prints_the_page(lint):
     ("arguments", "message"),
     [
         (["--select", "HS9"], "--select HS9: no rule has this code"),
+        (["--select", "HS9"], "Use a code, from HS101 to HS"),
+        (["--select", "hs101"], "Did you mean HS101?"),
+        (["--select", ""], "--select '': no rule has this code"),
         (["--ignore", "call-of-bed"], "Did you mean call-of-bad?"),
         (["missing.py"], "path missing.py: there is no such file"),
         (["--explain", "HS9"], "--explain HS9: no rule has this code or name"),
@@ -404,6 +416,14 @@ def test_watch_shows_changes_and_ends_by_an_interrupt(tmp_path):
             if words in line:
                 return
 
+    until("1 error in 1 file")
+    settings = tmp_path / "pyproject.toml"
+    settings.write_text("[tool.halfstep.lint]\nignore = ['HS000']\n")
+    until("gone: a.py:1:9: HS000")
+    until("nothing found in 1 file")
+    settings.write_text("[tool.halfstep.lint\n")
+    assert "it is not TOML" in process.stderr.readline()
+    settings.unlink()
     until("1 error in 1 file")
     file.write_text("for x in y: pass\n")
     os.utime(file, ns=(1, 1))

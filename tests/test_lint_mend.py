@@ -6,7 +6,7 @@ from halfstep.lint.mend import Mended, Rewritten, mend
 
 
 def shout(source, file):
-    return Rewritten(source.replace("bad", "GOOD"), source.count("bad"), [f"{file} has {source.count('no')} no"])
+    return Rewritten(source.replace("bad", "GOOD"), source.count("bad"), [(None, f"{source.count('no')} no")])
 
 
 def notebook(*cells, language="python"):
@@ -16,7 +16,7 @@ def notebook(*cells, language="python"):
 
 def test_rewrites_follow_each_other():
     mended = mend("bad no bad\n", "a.py", [shout, lambda source, file: Rewritten(source.lower(), 1)])
-    assert mended == Mended("a.py", "bad no bad\n", "good no good\n", 3, ["a.py has 1 no"])
+    assert mended == Mended("a.py", "bad no bad\n", "good no good\n", 3, ["a.py: 1 no"])
     assert mended.changed
     assert not mend("x\n", "a.py", [shout]).changed
 
@@ -24,7 +24,7 @@ def test_rewrites_follow_each_other():
 def test_a_notebook_is_rewritten_in_its_cells():
     mended = mend(notebook("%time bad", "bad = 1\nno"), "a.ipynb", [shout])
     assert mended.after == notebook("%time bad", "GOOD = 1\nno")
-    assert (mended.num_fixed, mended.notes) == (1, ["a.ipynb has 1 no"])
+    assert (mended.num_fixed, mended.notes) == (1, ["a.ipynb: 1 no"])
 
 
 def test_other_json_and_other_languages_stay_as_they_are():
@@ -38,6 +38,16 @@ def test_a_rewrite_over_the_border_of_a_cell_is_refused_whole():
     assert (mended.after, mended.changed, mended.num_fixed) == (text, False, 0)
     (note,) = mended.notes
     assert note.startswith("a.ipynb: nothing was changed, the edit reaches over the border")
+
+
+def test_a_note_names_its_line_or_its_cell():
+    def rewrite(source, file):
+        lines = source.replace("bad", "good\nmore").split("\n")
+        return Rewritten("\n".join(lines), 0, [(at, text) for at, text in enumerate(lines, 1) if "no" in text])
+
+    assert mend("bad\nno\n", "a.py", [rewrite]).notes == ["a.py:3: no"]
+    notes = mend(notebook("no 1\nbad", "", "bad\n!ls\nno 2", "no 3"), "a.ipynb", [rewrite]).notes
+    assert notes == ["a.ipynb:cell 1:1: no 1", "a.ipynb:cell 3:4: no 2", "a.ipynb:cell 4:1: no 3"]
 
 
 def test_the_difference_of_nothing_is_nothing():

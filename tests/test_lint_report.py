@@ -43,7 +43,7 @@ def test_text_has_the_place_the_frame_the_fix_and_the_summary():
         "  |     ^^^^^^^^^^^^^^^^\n"
         "5 |         model.parameters(), 1.0\n"
         "6 |     )\n"
-        "  = fix: safe, halfstep lint --fix\n"
+        "  = fix: safe, --fix\n"
         "\n"
         "train.py:7:5: HS303 a mistake\n"
         "  |\n"
@@ -51,10 +51,9 @@ def test_text_has_the_place_the_frame_the_fix_and_the_summary():
         "6 |     )\n"
         "7 |     scaler.step(optimizer)\n"
         "  |     ^^^^^^^^^^^^^^^^^^^^^^\n"
-        "  = fix: unsafe, halfstep lint --unsafe-fixes\n"
+        "  = fix: unsafe, --unsafe-fixes\n"
         "\n"
-        "1 error, 1 warning in 2 files, 3 fixed; 1 can be fixed: halfstep lint --fix;"
-        " 1 can be fixed: halfstep lint --unsafe-fixes"
+        "1 error, 1 warning in 2 files, 3 fixed; can be fixed: 1 with --fix, 1 with --unsafe-fixes"
     )
 
 
@@ -77,10 +76,34 @@ def test_numbers_of_different_width_stand_in_one_column():
     assert drawn[1:5] == ["   |", " 8 | line 8", " 9 | line 9", "10 | line 10"]
 
 
+@pytest.mark.parametrize(
+    ("before", "call", "after", "code", "carets"),
+    [
+        (10, 20, 90, "b" * 10 + "c" * 20 + "a" * 90, " " * 10 + "^" * 20),
+        (10, 20, 91, "b" * 10 + "c" * 20 + "a" * 90 + "...", " " * 10 + "^" * 20),
+        (500, 20, 0, "..." + "b" * 40 + "c" * 20, " " * 43 + "^" * 20),
+        (500, 20, 500, "..." + "b" * 40 + "c" * 20 + "a" * 60 + "...", " " * 43 + "^" * 20),
+        (500, 100, 500, "..." + "b" * 20 + "c" * 100 + "...", " " * 23 + "^" * 100),
+        (500, 200, 500, "..." + "c" * 120 + "...", " " * 3 + "^" * 123),
+        (0, 200, 0, "c" * 120 + "...", "^" * 123),
+    ],
+)
+def test_a_long_line_is_cut_around_the_mistake(before, call, after, code, carets):
+    line = "b" * before + "c" * call + "a" * after
+    drawn = [text.plain for text in draw(finding(2, before + 1, before + call), ["x" * 121, line, "short"])]
+    assert drawn[2:] == ["1 | " + "x" * 120 + "...", f"2 | {code}", f"  | {carets}", "3 | short"]
+
+
+def test_a_narrow_terminal_gets_shorter_lines():
+    drawn = [text.plain for text in draw(finding(1, 301, 304), ["b" * 300 + "call" + "a" * 300], 64)]
+    assert drawn[2:] == ["1 | ..." + "b" * 20 + "call" + "a" * 36 + "...", "  | " + " " * 23 + "^^^^"]
+    assert [len(line.plain) for line in draw(finding(1), ["b" * 300], 10)[2:3]] == [len("1 | ") + 40 + len("...")]
+
+
 def test_a_finding_without_its_lines_is_shown_alone():
     assert [text.plain for text in draw(finding(4, fix="safe"), [])] == [
         "train.py:4:1: HS101 a mistake",
-        "  = fix: safe, halfstep lint --fix",
+        "  = fix: safe, --fix",
     ]
     assert len(draw(finding(4), ["one", "two"])) == 1
 

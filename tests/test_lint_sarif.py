@@ -220,6 +220,15 @@ def test_a_fix_replaces_lines(tmp_path, text, mended):
     assert "safe" in fix["description"]["text"]
 
 
+def test_only_the_first_findings_carry_their_fix(tmp_path, monkeypatch):
+    monkeypatch.setattr("halfstep.lint.sarif.MAX_FIXES", 2)
+    asked = []
+    findings = [finding(1), *(finding(line, fix="safe") for line in (1, 2, 3))]
+    run = run_of(*findings, root=tmp_path, text="a\nb\nc\n", mend=lambda found: asked.append(found) or ["x"])
+    assert ["fixes" in result for result in run["results"]] == [False, True, True, False]
+    assert asked == findings[1:3]
+
+
 def test_without_a_fix_or_a_mended_text_there_are_no_fixes(tmp_path):
     run = run_of(finding(1), finding(2, fix="unsafe"), finding(3, fix="safe", cell=1), root=tmp_path)
     assert not any("fixes" in result for result in run["results"])

@@ -1,5 +1,7 @@
 """A noqa comment silences what it names, on the lines where people write it, and nothing else."""
 
+import tokenize
+
 import pytest
 
 from halfstep.lint.finding import Finding
@@ -85,6 +87,7 @@ def test_a_whole_file():
         ("# noqa: HS101  # type: ignore", "HS101", "# type: ignore"),
         ("# type: ignore  # noqa: HS101", "HS101", "# type: ignore"),
         ("# halfstep: noqa: HS101", "HS101", ""),
+        ("# noqa: HS1, HS2026", "HS1, HS2026", ""),  # no rule has such a code
     ],
 )
 def test_codes_that_silence_nothing_are_reported_with_a_safe_fix(comment, unused, mended):
@@ -118,6 +121,12 @@ def test_hs001_itself_is_silenced_by_its_code():
 def test_findings_come_in_the_order_of_lines():
     text = "step()  # noqa: HS102\nstep()\n"
     assert left(text, finding(2), finding(2, "HS102", column=3)) == [(1, "HS001"), (2, "HS101"), (2, "HS102")]
+
+
+def test_a_text_with_nothing_to_silence_or_judge_is_not_taken_apart(monkeypatch):
+    monkeypatch.setattr(tokenize, "generate_tokens", None)
+    assert left("x = 'noqa'  # noqa\n# noqa: E501, HS102\n", codes={"HS001", "HS101"}) == []
+    assert left("step()  # noqa: HS101\n", codes={"HS101"}) == []
 
 
 def test_a_text_that_is_not_python_keeps_its_findings():

@@ -157,11 +157,13 @@ def test_json_beneath_a_folder_is_looked_at_when_it_is_a_deepspeed_configuration
     write(
         here,
         {
-            "zero.json": '{"train_batch_size": 8, "zero_optimization": {"stage": 2}}',
-            "fp16.json": '{"fp16" : {"enabled": true}}',
+            "zero.json": '{"bf16": {"enabled": true}, "zero_optimization": {"stage": 2}}',
+            "no_format.json": '{"train_batch_size": 8, "zero_optimization": {"stage": 2}}',
+            "fp16.json": '{"fp16" : {"enabled": true}, "steps_per_print" : 10}',
+            "alone.json": '{"fp16": {"enabled": true}}',
             "model.json": '{"torch_dtype": "bf16", "enabled": true}',
             "times.json": '{"fp16": {"latency": 3}}',
-            "large.json": '{"fp16": {"enabled": true}}' + " " * 2**18,
+            "large.json": '{"fp16": {}, "train_batch_size": 8}' + " " * 2**18,
             "package.json": "{}",
         },
     )

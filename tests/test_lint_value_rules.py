@@ -61,7 +61,7 @@ FOUND = [
     ("half.clamp(0, 0.9998)", "none", "HS143"),
     ("brain.clamp_max(0.9981)", "none", "HS143"),
     ("half * half", "cuda", "HS145"),
-    ("half.square()", "cuda", "HS145"),
+    ("half.square()", "cpu", "HS145"),
     ("half ** 2", "cpu", "HS145"),
     ("half ** 2", "off", "HS145"),
     ("torch.pow(half, 3)", "none", "HS145"),

@@ -15,7 +15,7 @@ def listed(kind):
 
 COMPOSITES = {
     "linear", "lstm", "gru", "multi_dot",  # whose parts are on the list
-    "cross_entropy", "interpolate", "normalize",  # log_softmax and nll_loss, upsample_*, norm
+    "cross_entropy", "interpolate", "normalize", "square",  # log_softmax and nll_loss, upsample_*, norm, pow
 }  # fmt: skip
 
 

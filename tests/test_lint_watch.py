@@ -17,10 +17,10 @@ class Folder:
     """Files whose lines that begin with ``bad`` are mistakes. Each wait makes the next change of ``script``."""
 
     def __init__(self, path, *script):
-        self.path, self.script, self.linted, self.clock = path, list(script), [], 0
+        self.path, self.script, self.linted, self.clock, self.settings = path, list(script), [], 0, ""
 
     def look(self):
-        return sorted(str(file) for file in self.path.iterdir())
+        return {str(file): self.settings for file in sorted(self.path.iterdir())}
 
     def lint(self, files):
         self.linted.append([os.path.basename(file) for file in files])
@@ -109,10 +109,17 @@ def test_a_change_of_size_within_one_tick_of_the_clock_is_seen(tmp_path):
 def test_a_file_that_goes_while_it_is_listed_is_not_linted(tmp_path):
     folder = Folder(tmp_path)
     folder.write("a.py", "bad\n")
-    folder.look = lambda: [str(tmp_path / "a.py"), str(tmp_path / "gone.py")]
+    folder.look = lambda: dict.fromkeys([str(tmp_path / "a.py"), str(tmp_path / "gone.py")])
     (first,) = folder.run()
     assert folder.linted == [["a.py"]]
     assert first.num_files == 1
+
+
+def test_other_settings_are_a_change_of_each_file_that_they_hold_for(tmp_path):
+    folder = Folder(tmp_path, lambda self: setattr(self, "settings", "HS1"), lambda self: None)
+    folder.write("a.py", "bad\n")
+    folder.run()
+    assert folder.linted == [["a.py"], ["a.py"]]
 
 
 def test_nothing_to_watch_is_said_once(tmp_path):

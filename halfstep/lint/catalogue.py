@@ -53,6 +53,8 @@ def catalogue() -> Mapping[str, Rule]:
 
 def did_you_mean(word: str) -> str:
     """What to do about ``word``, which is neither a code nor a name."""
-    known = [text for rule in catalogue().values() for text in (rule.code, rule.name)]
-    close = get_close_matches(word, known, 1)
-    return f"Did you mean {close[0]}?" if close else "Use a code such as HS101, its beginning, such as HS1, or a name."
+    known = {text.lower(): text for rule in catalogue().values() for text in (rule.code, rule.name)}
+    close = get_close_matches(word.lower(), known, 1, cutoff=0.8)  # less, and HS9 is taken for HS159
+    if close:
+        return f"Did you mean {known[close[0]]}?"
+    return f"Use a code, from HS101 to {max(catalogue())}, its beginning, such as HS1, or a name."

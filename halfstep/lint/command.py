@@ -80,7 +80,7 @@ class Call:
         """Raises HalfstepError for flags that do not go together, or that name what is not there."""
         if self.format not in FORMATS:
             raise HalfstepError(f"--format {self.format}", "there is no such format", f"Use {', '.join(FORMATS)}.")
-        check_selectors(self.select or (), "--select")
+        check_selectors([""] if self.select == [] else self.select or (), "--select")  # none at all finds nothing
         check_selectors(self.ignore or (), "--ignore")
         if self.reads_stdin and len(self.paths) > 1:
             raise HalfstepError(
@@ -122,11 +122,15 @@ def lint(call: Call) -> int:
         return _lint_stdin(call)
     targets, skipped = _targets(call)
     _tell(skipped)
+    if not targets and not skipped:
+        _tell([f"there is no Python, no notebook and no DeepSpeed configuration in {', '.join(call.paths)}"])
     found = _lint_files(call, targets)
     mended = [_mend(call, read_source(file), file, targets[file]) for file in _rewritable(call, targets, found)]
     mended = [file for file in mended if file.changed]
     if call.diff:
-        return _show_difference(mended, found)
+        return _show_difference(call, mended, found)
+    for file in mended:
+        file.check_writable()
     for file in mended:
         file.write()
     again = {file.file: lint_text(file.after, file.file, _rules(targets[file.file])) for file in mended}
@@ -176,7 +180,7 @@ def _lint_stdin(call: Call) -> int:
         return _show(call, found, 1, texts={file: text})
     mended = _mend(call, text, file, codes) if _rewritable(call, {file: codes}, found) else Mended(file, text, text)
     if call.diff:
-        return _show_difference([mended] if mended.changed else [], found)
+        return _show_difference(call, [mended] if mended.changed else [], found)
     sys.stdout.write(mended.after)  # what an editor puts in the place of its buffer
     left = lint_text(mended.after, file, _rules(codes))
     return _show(call, left, 1, mended.num_fixed, {file: mended.after}, sys.stderr)
@@ -207,7 +211,7 @@ def _fixing(rules: Sequence[Rule], unsafe: bool) -> Rewrite:
         from halfstep.lint.fix import fix_source
 
         fixed = fix_source(source, file, lambda text, name: lint_python(text, name, rules), unsafe)
-        refused = [f"{file}: {finding.code} is not fixed: {why}" for finding, why in fixed.refused]
+        refused = [(finding.line, f"{finding.code} is not fixed: {why}") for finding, why in fixed.refused]
         return Rewritten(fixed.text, len(fixed.applied), refused)
 
     return fix
@@ -217,16 +221,17 @@ def _convert(source: str, file: str) -> Rewritten:
     from halfstep.lint.to_halfstep import to_halfstep
 
     conversion = to_halfstep(source, file)
-    done = f"{file}: {count_text(conversion.num_converted, 'loop')} rewritten to a Stepper"
-    return Rewritten(conversion.text, notes=[*([done] if conversion.num_converted else []), *conversion.refused])
+    done = [(None, f"--to-halfstep rewrites {count_text(conversion.num_converted, 'loop')}")]
+    return Rewritten(conversion.text, notes=[*(done if conversion.num_converted else []), *conversion.refused])
 
 
-def _show_difference(mended: Sequence[Mended], found: Sequence[Finding]) -> int:
+def _show_difference(call: Call, mended: Sequence[Mended], found: Sequence[Finding]) -> int:
     for file in mended:
         sys.stdout.write(file.difference())
     num_fixed = sum(file.num_fixed for file in mended)
     changes = f"{count_text(len(mended), 'file')} would change"
-    _tell([f"{changes}; {num_fixed} of {count_text(len(found), 'finding')} would be fixed"])
+    fixes = f"; {num_fixed} of {count_text(len(found), 'finding')} would be fixed" if call.fixes else ""
+    _tell([changes + fixes])
     return int(bool(mended) or LintReport(found).found)
 
 
@@ -284,12 +289,19 @@ def _mended_lines(finding: Finding, texts: Texts) -> list[str] | None:
 
 
 def _watch(call: Call) -> None:
-    targets: Targets = {}
+    targets, _ = _targets(call)
+    trouble = ""
 
-    def look() -> Sequence[str]:
-        nonlocal targets
-        targets, _ = _targets(call)
-        return list(targets)
+    def look() -> Targets:
+        nonlocal targets, trouble
+        try:
+            targets, _ = _targets(call)
+            trouble = ""
+        except HalfstepError as error:  # settings that are being edited: those before hold until they can be read
+            if str(error) != trouble:
+                trouble = str(error)
+                _tell([trouble])
+        return targets
 
     def lint_some(files: Sequence[str]) -> Sequence[Finding]:
         return _lint_files(call, {file: targets[file] for file in files})
@@ -299,7 +311,7 @@ def _watch(call: Call) -> None:
         sources = _sources(change.new, {})
         lines = []
         for finding in change.new:
-            lines += [*draw(finding, sources.get((finding.file, finding.cell), ())), Text()]
+            lines += [*draw(finding, sources.get((finding.file, finding.cell), ()), console.width), Text()]
         lines += [Text(f"gone: {place_of(finding)}: {finding.code} {finding.message}") for finding in change.gone]
         for line in (*lines, Text(LintReport(change.findings, num_files=change.num_files).summary(), "bold")):
             console.print(line, soft_wrap=True)

@@ -17,7 +17,7 @@ from halfstep.lint.rule import Rule
 from halfstep.lint.script import Script, span_of
 
 _WORDS = {"true": True, "false": False, "null": None}
-_MARKS = {
+MARKS = {
     "zero_optimization",
     "train_batch_size",
     "train_micro_batch_size_per_gpu",
@@ -26,7 +26,8 @@ _MARKS = {
     "steps_per_print",
     "wall_clock_breakdown",
 }
-"""Keys by which a configuration is known; a dict with ``fp16`` alone may be anything."""
+"""Keys by which a configuration is known; a dict with one of FORMATS alone may be anything."""
+FORMATS = {"fp16", "bf16", "bfloat16"}
 
 
 class Config:
@@ -74,7 +75,7 @@ def _literal(node: ast.expr) -> Any:
 
 def _is_config(node: ast.Dict) -> bool:
     keys = {getattr(key, "value", None) for key in node.keys}
-    return bool(keys & _MARKS) and bool(keys & {"fp16", "bf16", "bfloat16"})
+    return bool(keys & MARKS) and bool(keys & FORMATS)
 
 
 def configs_of(script: Script) -> Iterator[Config]:

@@ -67,6 +67,12 @@ class Notebook:
         at = max(bisect_right(begins, line), 1)
         return at, min(line - begins[at - 1] + 1, len(self.cells[at - 1].lines))
 
+    @staticmethod
+    def place_in(source: str, line: int) -> tuple[int, int]:
+        """As :meth:`place`, in an edited module."""
+        borders = [at for at, text in enumerate(NEWLINE.split(source)[: line - 1], 1) if text.startswith(BORDER)]
+        return len(borders) + 1, line - (borders[-1] if borders else 0)
+
     def with_source(self, source: str) -> str:
         """The JSON with the cells of an edited module; all that was not edited stays as it was, to the byte.
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from halfstep.lint import vocabulary
 from halfstep.lint.formats import answer, format_of, moved_to, region_formats, widest
+from halfstep.lint.parameters import SCHEDULER
 from halfstep.lint.tensors import Keywords, Tensors
 from halfstep.lint.values import (
     UNKNOWN,
@@ -77,6 +78,9 @@ class Objects(Tensors):
             return self._tensor_method(Tensor(node=node), name, args, keywords, node)
         if name == "parameters" and isinstance(receiver, Method):
             return Parameters()
+        if name == "step" and not (args or keywords) and SCHEDULER.search(getattr(receiver, "name", "")):
+            self.emit("scheduler.step", node, name, receiver)
+            return UNKNOWN
         if name == "to" and isinstance(receiver, Unknown) and self._is_cast(receiver, args, keywords):
             return self._tensor_method(Tensor(node=node), name, args, keywords, node)
         return None

@@ -11,13 +11,13 @@ from halfstep.lint.values import Ident, Object, Tensor, Unknown, Value
 
 _SCALER = re.compile(r"scaler", re.I)
 _OPTIMIZER = re.compile(r"(^|_)(opt|optim|optimi[sz]er)s?(_|\d|$)", re.I)
-_SCHEDULER = re.compile(r"sched", re.I)
+SCHEDULER = re.compile(r"sched", re.I)
 _MODULE = re.compile(
     r"(^|_)(model|net|network|module|encoder|decoder|generator|discriminator|critic|actor|policy|backbone|student|"
     r"teacher|unet|vae|transformer|classifier)s?(_|\d|$)",
     re.I,
 )
-_STEPS = {"step", "zero_grad", "state_dict", "load_state_dict", "param_groups", "in step", "in unscale_"}
+_STEPS = {"step", "zero_grad", "state_dict", "load_state_dict", "param_groups", "in step"}
 _TRAINS = {"parameters", "named_parameters", "train", "eval", "state_dict", "load_state_dict", "zero_grad", "()"}
 
 
@@ -40,9 +40,9 @@ def assumed(
             or (_SCALER.search(name) and uses & {"scale", "unscale_", "get_scale"})
         ) or (_SCALER.search(name) and {"step", "update"} <= uses):
             kind = "scaler"
-        elif uses & {"in step", "in unscale_"} or (_OPTIMIZER.search(name) and uses & _STEPS):
+        elif "in step" in uses or (_OPTIMIZER.search(name) and uses & _STEPS):
             kind = "optimizer"
-        elif _SCHEDULER.search(name) and "step" in uses:
+        elif SCHEDULER.search(name) and "step" in uses:
             kind = "scheduler"
         elif (_MODULE.search(name) and uses & _TRAINS) or {"parameters", "()"} <= uses:
             kind = "module"

@@ -20,6 +20,7 @@ _EVIDENCE = re.compile(
     r"|finfo|anomaly|\.grad\b|optimizer|optim\.|torch\.save|no_grad|lerp_|precision="
 )
 """What a function holds, itself or in one that it calls, if any rule may have a word to say about it."""
+_OPTIMIZER = re.compile(r"(^|_)opt(?!ion)", re.I)
 _LEAVES = (ast.Return, ast.Break, ast.Continue, ast.Raise)
 
 
@@ -37,11 +38,15 @@ class Relevance:
         self._holds_loop: dict[ast.AST, bool] = {}
         self._yields: dict[ast.AST, bool] = {}
         self._uses: dict[ast.AST, dict[str, set[str]]] = {}
+        self.stepped: set[str] = set()
+        """Names and attributes that a scaler steps or unscales: ``scaler.step(self.optimizer)``."""
         calls: dict[str, set[str]] = {}
         relevant, worth, counters, evident = set(), set(), set(), set()
         for node in ast.walk(tree):
             if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add | ast.Sub):
                 counters.add(getattr(node.target, "id", "") or getattr(node.target, "attr", ""))
+            elif isinstance(node, ast.Call):
+                self.stepped.add(_stepped(node))
             elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 called = calls.setdefault(node.name, set())
                 if _EVIDENCE.search("\n".join(lines[_first_line(node) - 1 : node.end_lineno])):
@@ -52,6 +57,7 @@ class Relevance:
                         called.add(_called(inner))
                     if _orders(inner):
                         relevant.add(node.name)
+        self.stepped.discard("")
         self.functions = _with_callers(relevant, calls)
         self._trainers = _with_callers({name for name, called in calls.items() if called & _BACKWARD}, calls)
         self._worth, self._evident = _with_callers(worth, calls), evident
@@ -111,14 +117,8 @@ class Relevance:
                 elif isinstance(node, ast.Call):
                     if isinstance(node.func, ast.Name):
                         found.setdefault(node.func.id, set()).add("()")
-                    elif (
-                        isinstance(node.func, ast.Attribute)
-                        and node.func.attr in {"step", "unscale_"}
-                        and node.args
-                        and isinstance(node.args[0], ast.Name)
-                    ):
-                        # scaler.step(opt): what it is handed is an optimizer.
-                        found.setdefault(node.args[0].id, set()).add(f"in {node.func.attr}")
+                    elif node.args and isinstance(node.args[0], ast.Name) and _stepped(node):
+                        found.setdefault(node.args[0].id, set()).add("in step")
             self._uses[function] = found
         return self._uses[function]
 
@@ -188,8 +188,20 @@ def _with_callers(names: set[str], calls: dict[str, set[str]]) -> frozenset[str]
 
 
 def _called(call: ast.Call) -> str:
-    function = call.func
-    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+    return _last_name(call.func)
+
+
+def _stepped(call: ast.Call) -> str:
+    """The last name of the optimizer that ``scaler.step(opt)`` or ``unscale_`` is handed; "" for another call."""
+    if not isinstance(call.func, ast.Attribute) or call.func.attr not in {"step", "unscale_"} or not call.args:
+        return ""
+    scaler, optimizer = _last_name(call.func.value), _last_name(call.args[0])
+    is_scaler = call.func.attr == "unscale_" or "scal" in scaler.lower() or _OPTIMIZER.search(optimizer)
+    return optimizer if is_scaler else ""
+
+
+def _last_name(node: ast.expr) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
 
 
 def _orders(node: ast.AST) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,8 +17,12 @@ from halfstep.lint.finding import Finding, Severity
 from halfstep.report import Report, Sheet, Table, count_text
 
 STYLES: Mapping[Severity, str] = {"error": "bold red", "warning": "yellow", "note": "cyan"}
-FIX_COMMAND = {"safe": "halfstep lint --fix", "unsafe": "halfstep lint --unsafe-fixes"}
+FIX_FLAGS = {"safe": "--fix", "unsafe": "--unsafe-fixes"}
 NUM_LINES_AROUND = 2
+MAX_COLUMNS = 120
+"""What is shown of a line of source at most; of a longer one, the part around the mistake."""
+MIN_COLUMNS = 40
+CUT = "..."
 
 Sources = Mapping[tuple[str, int | None], Sequence[str]]
 """File and cell to its lines; cell is None but in a notebook."""
@@ -56,10 +60,9 @@ class LintReport(Report):
         text = f"{found or 'nothing found'} in {count_text(self.num_files, 'file')}"
         if self.num_fixed:
             text += f", {self.num_fixed} fixed"
-        for safety, command in FIX_COMMAND.items():
-            if number := sum(finding.fix == safety for finding in self.findings):
-                text += f"; {number} can be fixed: {command}"
-        return text
+        numbers = Counter(finding.fix for finding in self.findings)
+        fixes = [f"{numbers[safety]} with {flag}" for safety, flag in FIX_FLAGS.items() if numbers[safety]]
+        return text + (f"; can be fixed: {', '.join(fixes)}" if fixes else "")
 
     def sheet(self) -> Sheet:
         counts = Counter((finding.code, finding.name) for finding in self.findings)
@@ -70,11 +73,19 @@ class LintReport(Report):
         if self.counts_only:
             super().render(console)
             return
+        for line in self._lines(console.width):
+            console.print(line, soft_wrap=True)
+
+    def __str__(self) -> str:
+        if self.counts_only:
+            return super().__str__()
+        return "\n".join(line.plain.rstrip() for line in self._lines())
+
+    def _lines(self, width: int | None = None) -> Iterator[Text]:
         for finding in self.findings:
-            for line in draw(finding, self.sources.get((finding.file, finding.cell), ())):
-                console.print(line, soft_wrap=True)
-            console.print()
-        console.print(Text(self.summary(), style="bold"), soft_wrap=True)
+            yield from draw(finding, self.sources.get((finding.file, finding.cell), ()), width)
+            yield Text()
+        yield Text(self.summary(), "bold")
 
 
 def source_lines(text: str) -> list[str]:
@@ -88,9 +99,12 @@ def place_of(finding: Finding) -> str:
     return f"{finding.file}:{cell}{finding.line}:{finding.column}"
 
 
-def draw(finding: Finding, lines: Sequence[str]) -> list[Text]:
-    """A finding with the lines around it and carets under its first line; without ``lines``, the finding alone."""
-    style = STYLES[finding.severity]
+def draw(finding: Finding, lines: Sequence[str], width: int | None = None) -> list[Text]:
+    """A finding with the lines around it and carets under its first line; without ``lines``, the finding alone.
+
+    width: of the terminal in characters; None where there is none.
+    """
+    style, gutter = STYLES[finding.severity], 1
     shown = [Text.assemble((place_of(finding), "bold"), ": ", (finding.code, style), f" {finding.message}")]
     if 0 < finding.line <= len(lines):
         first, last = max(1, finding.line - NUM_LINES_AROUND), min(len(lines), finding.line + NUM_LINES_AROUND)
@@ -98,20 +112,39 @@ def draw(finding: Finding, lines: Sequence[str]) -> list[Text]:
             first += 1
         while last > finding.line and not lines[last - 1].strip():
             last -= 1
-        width = len(str(last))
-        shown.append(Text(f"{'':{width}} |", "blue"))
+        gutter = len(str(last))
+        columns = MAX_COLUMNS if width is None else max(MIN_COLUMNS, min(MAX_COLUMNS, width - gutter - len(" | ")))
+        shown.append(Text(f"{'':{gutter}} |", "blue"))
         for number in range(first, last + 1):
-            shown.append(Text.assemble((f"{number:{width}} | ", "blue"), lines[number - 1]))
-            if number == finding.line:
-                shown.append(Text.assemble((f"{'':{width}} | ", "blue"), _carets(finding, lines[number - 1], style)))
+            line = lines[number - 1]
+            if number != finding.line:
+                shown.append(Text.assemble((f"{number:{gutter}} | ", "blue"), _cut(line, 0, columns)))
+                continue
+            end = finding.end_column if finding.end_line == finding.line else len(line.rstrip())
+            begin = _begin(line, finding.column - 1, end, columns)
+            code, before = _cut(line, begin, columns), finding.column - 1 - begin + (len(CUT) if begin else 0)
+            carets = _carets(code, before, min(before + end - finding.column + 1, len(code)), style)
+            shown.append(Text.assemble((f"{number:{gutter}} | ", "blue"), code))
+            shown.append(Text.assemble((f"{'':{gutter}} | ", "blue"), carets))
     if finding.fix is not None:
-        shown.append(Text.assemble(("  = fix: ", "blue"), f"{finding.fix}, {FIX_COMMAND[finding.fix]}"))
+        shown.append(Text.assemble((f"{'':{gutter}} = fix: ", "blue"), f"{finding.fix}, {FIX_FLAGS[finding.fix]}"))
     return shown
 
 
-def _carets(finding: Finding, line: str, style: str) -> Text:
-    begin = finding.column - 1
-    end = finding.end_column if finding.end_line == finding.line else len(line.rstrip())
+def _begin(line: str, start: int, end: int, columns: int) -> int:
+    """Where to begin a line so that its characters from ``start`` to ``end`` are seen, or their first ones."""
+    if len(line) <= columns or end <= columns:
+        return 0
+    return min(start, max(start - columns // 3, end - columns, 0)) if end - start < columns else start
+
+
+def _cut(line: str, begin: int, columns: int) -> str:
+    """``columns`` characters of a line from ``begin``, with marks where it goes on."""
+    shown = line[begin : begin + columns]
+    return (CUT if begin else "") + shown + (CUT if begin + columns < len(line) else "")
+
+
+def _carets(line: str, begin: int, end: int, style: str) -> Text:
     # A tab stays a tab and a wide character is two blanks, so that the carets stand under what they mean.
     indent = "".join("\t" if character == "\t" else " " * cell_len(character) for character in line[:begin])
     return Text.assemble(indent, ("^" * max(1, cell_len(line[begin:end])), style))

@@ -10,6 +10,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from difflib import SequenceMatcher
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -23,6 +24,8 @@ from halfstep.lint.rule import Rule
 from halfstep.lint.rule_page import rule_page
 
 MAX_RESULTS = 25_000
+MAX_FIXES = 100
+"""How many findings carry their fix. Each is made alone, and LibCST takes up to half a second to open a large file."""
 ROOT = "%SRCROOT%"
 SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 
@@ -37,11 +40,14 @@ def sarif(report: LintReport, root: Path, mend: Mend) -> str:
     rules = sorted({finding.code for finding in findings})
     seen: Counter[str] = Counter()
     results = []
+    num_fixes = 0
     for finding in findings[:MAX_RESULTS]:
         lines = report.sources.get((finding.file, finding.cell), ())
         result = _result(finding, rules, lines, root, seen)
-        if finding.cell is None and finding.fix is not None and (mended := mend(finding)) is not None:
-            result["fixes"] = [_fix(finding, lines, mended, root)]
+        if finding.cell is None and finding.fix is not None and num_fixes < MAX_FIXES:
+            num_fixes += 1
+            if (mended := mend(finding)) is not None:
+                result["fixes"] = [_fix(finding, lines, mended, root)]
         results.append(result)
     run: dict[str, Any] = {
         "tool": {
@@ -118,10 +124,21 @@ def _region(finding: Finding) -> dict[str, int]:
 
 
 def _fix(finding: Finding, before: Sequence[str], after: Sequence[str], root: Path) -> dict[str, Any]:
-    changes = SequenceMatcher(None, before, after, autojunk=False).get_opcodes()
-    replacements = [_replacement(before, after, *at) for change, *at in changes if change != "equal"]
+    # The matcher takes time with the square of the lines, and most of them stand before or after the fix.
+    same = _num_same(before, after)
+    old, new = before[same:], after[same:]
+    rest = _num_same(old[::-1], new[::-1])
+    changes = SequenceMatcher(None, old[: len(old) - rest], new[: len(new) - rest], autojunk=False).get_opcodes()
+    replacements = [
+        _replacement(before, after, *(number + same for number in at)) for change, *at in changes if change != "equal"
+    ]
     change = {"artifactLocation": _artifact(finding, root), "replacements": replacements}
     return {"description": {"text": f"{finding.name} ({finding.fix} fix)"}, "artifactChanges": [change]}
+
+
+def _num_same(lines: Sequence[str], others: Sequence[str]) -> int:
+    """How many lines they have in common before the first that differs."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(lines, others, strict=False)))
 
 
 def _replacement(

@@ -54,10 +54,18 @@ def calls_state(script: Script, method: str) -> bool:
             return True
         if event.what == "other" and event.name == method and not isinstance(event.receiver, Instance):
             node = event.node.func if isinstance(event.node, ast.Call) else event.node
-            owner = node.value if isinstance(node, ast.Attribute) else node
-            if isinstance(owner, ast.Call | ast.Subscript) or _NAMED.search(ast.unparse(owner).rpartition(".")[2]):
+            if _may_be_scaler(node.value if isinstance(node, ast.Attribute) else node):
                 return True
     return False
+
+
+def _may_be_scaler(owner: ast.expr) -> bool:
+    """Whether an object that is not known goes by the name of a scaler, or by one that only the run tells."""
+    if isinstance(owner, ast.Call) and isinstance(owner.func, ast.Attribute) and not owner.args:
+        return _may_be_scaler(owner.func.value)  # x.float(), x.cpu()
+    if isinstance(owner, ast.Subscript) and isinstance(owner.slice, ast.Constant):
+        return bool(_NAMED.search(str(owner.slice.value)))
+    return isinstance(owner, ast.Call | ast.Subscript) or bool(_NAMED.search(ast.unparse(owner).rpartition(".")[2]))
 
 
 def spelled(script: Script, node: ast.AST) -> str | None:

@@ -23,10 +23,11 @@ UNASKED = frozenset({CANNOT_PARSE.code, LINT_FAILED.code})
 
 @dataclass(frozen=True)
 class Settings:
-    """root: the folder that the globs are relative to.
+    """root: the folder that patterns and globs are relative to.
 
-    select: codes, beginnings of codes, or names of rules; None for all. ignore: the same. exclude: globs of files and
-    folders that are not read. per_file_ignores: a glob, and what is ignored in the files that it matches.
+    select: codes, beginnings of codes, or names of rules; None for all. ignore: the same. exclude: patterns of
+    files and folders that are not looked at, as in a .gitignore that stands in ``root``. per_file_ignores: a glob of
+    :mod:`fnmatch`, and what is ignored in the files that it matches.
     """
 
     root: Path

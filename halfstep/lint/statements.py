@@ -142,6 +142,9 @@ class Run(Conditions):
 
     def assign(self, target: ast.expr, value: Value, node: ast.AST) -> None:
         """``target = value``."""
+        if isinstance(value, Unknown) and isinstance(node, ast.Assign) and self._is_optimizer(target, node.value):
+            value = Object("optimizer", "", self.ident(target), target)
+            self.emit("make", target, "", result=value)
         if isinstance(target, ast.Name):
             if isinstance(value, Unknown) and not value.name:
                 value = replace(value, name=target.id)
@@ -154,6 +157,14 @@ class Run(Conditions):
             self._assign_attribute(target, value, node)
         elif isinstance(target, ast.Subscript):
             self._assign_item(target, value, node)
+
+    def _is_optimizer(self, target: ast.expr, value: ast.expr) -> bool:
+        """Whether ``scaler.step(target)`` tells what another file made, or passed to a constructor."""
+        if _last_name(target) not in self.relevance.stepped:
+            return False
+        function = self.functions[-1] if self.functions else None
+        is_passed = isinstance(target, ast.Attribute) and getattr(function, "name", "") == "__init__"
+        return is_passed or _makes(value)
 
     def _unpack(self, targets: list[ast.expr], value: Value, node: ast.AST) -> None:
         starred = any(isinstance(target, ast.Starred) for target in targets)
@@ -378,6 +389,13 @@ def _another(element: Value, turn: int) -> Value:
     if isinstance(element, Object) and element.kind in {"optimizer", "scaler"}:
         return replace(element, ident=(*element.ident, -1, turn))
     return element
+
+
+def _makes(node: ast.expr) -> bool:
+    """Whether an expression may make a new object: a call, or a part of what a call gave."""
+    while isinstance(node, ast.Subscript):
+        node = node.value
+    return isinstance(node, ast.Call)
 
 
 def _last_name(target: ast.expr) -> str:

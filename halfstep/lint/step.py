@@ -123,6 +123,8 @@ class Step:
 
         It may when another setting calls it, or when it depends on a condition while ``second`` depends on another.
         """
+        if self._continued(first, second, method):
+            return True
         depends = bool(set(second.decisions) - set(first.decisions))
         for decision in self._path.decisions:
             if isinstance(decision.node, ast.If) and (decision.text, decision.taken) not in first.modes:
@@ -130,6 +132,17 @@ class Step:
                 if (decision.is_mode or depends) and any(calls(statement, method) for statement in untaken):
                     return True
         return False
+
+    def _continued(self, first: Event, second: Event, method: str) -> bool:
+        """Whether a ``continue`` between two events has left out the rest of a turn that calls ``method``."""
+        places = {id(event): at for at, event in enumerate(self._path.events)}
+        between = self._path.events[places[id(first)] : places[id(second)]]
+        jumps = (event for event in between if event.what == "continue" and event.loops)
+        return any(
+            statement.lineno > jump.node.lineno and calls(statement, method)  # type: ignore[attr-defined]
+            for jump in jumps
+            for statement in jump.loops[-1].node.body
+        )
 
     # -- what happens --
 

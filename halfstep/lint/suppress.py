@@ -17,6 +17,7 @@ from halfstep.lint.rule import Problem, Rule
 from halfstep.lint.script import Script
 
 CODES = r"[A-Z]+[0-9]+\b(?:[,\s]+[A-Z]+[0-9]+\b)*"
+NO_RULE = re.compile(r"HS(?:[0-9]{1,2}|[0-9]{4,})")
 DIRECTIVE = re.compile(rf"#\s*(?P<file>halfstep:\s*)?(?i:noqa)\b(?P<colon>\s*:\s*(?P<codes>{CODES})?)?")
 
 
@@ -32,8 +33,8 @@ UNUSED_NOQA = Rule(
     why=(
         "The comment outlived the mistake, or names the wrong line. It would silence the next mistake of its kind on"
         " this line without anyone noticing.\n\n"
-        "Only codes of halfstep that were looked for in this run are judged. Codes of other tools, such as `E501`, and"
-        " a `# noqa` without codes are left alone."
+        "Only codes of halfstep that were looked for in this run are judged, and beginnings such as `HS1`, which name"
+        " no rule here. Codes of other tools, such as `E501`, and a `# noqa` without codes are left alone."
     ),
     bad=("scaler.scale(loss).backward()  # noqa: HS104\n",),
     good=("scaler.scale(loss).backward()\n",),
@@ -66,7 +67,9 @@ def suppress(findings: Sequence[Finding], text: str, codes: Collection[str], fil
     ``codes``: the rules that were looked for; a comment is judged by these alone. A finding is silenced on the line
     where it begins, where it ends, or where its statement ends.
     """
-    if "noqa" not in text.lower():
+    named = [code for match in DIRECTIVE.finditer(text) for code in _codes(match)] if "noqa" in text.lower() else None
+    is_judged = UNUSED_NOQA.code in codes and any(_is_judged(code, codes) for code in named or ())
+    if named is None or not (findings or is_judged):
         return list(findings)
     try:
         directives, ends = _read(text)
@@ -86,7 +89,7 @@ def suppress(findings: Sequence[Finding], text: str, codes: Collection[str], fil
             kept.append(finding)
     if UNUSED_NOQA.code in codes and not any(d.is_file_wide and d.covers(UNUSED_NOQA.code) for d in directives):
         for at, directive in enumerate(directives):
-            unused = [code for code in directive.codes if code in codes and (at, code) not in used]
+            unused = [code for code in directive.codes if _is_judged(code, codes) and (at, code) not in used]
             if unused and UNUSED_NOQA.code not in directive.codes:
                 kept.append(_unused(directive, unused, file))
     return sorted(kept, key=lambda finding: (finding.line, finding.column, finding.code))
@@ -100,12 +103,19 @@ def _read(text: str) -> tuple[list[Directive], list[int]]:
             ends.append(token.start[0])
         elif token.type == tokenize.COMMENT:
             for match in DIRECTIVE.finditer(token.string):
-                named = match["codes"]
-                if match["colon"] and not named:
+                if match["colon"] and not match["codes"]:
                     continue  # "noqa: because ..." names no rule, and is not taken for one that names them all
-                codes = tuple(re.split(r"[,\s]+", named)) if named else ()
-                directives.append(Directive(bool(match["file"]), codes, *token.start, match))
+                directives.append(Directive(bool(match["file"]), _codes(match), *token.start, match))
     return directives, ends
+
+
+def _codes(match: re.Match[str]) -> tuple[str, ...]:
+    return tuple(re.split(r"[,\s]+", match["codes"])) if match["codes"] else ()
+
+
+def _is_judged(code: str, codes: Collection[str]) -> bool:
+    """Whether it is known that ``code`` silences nothing when no finding has it: it was looked for, or is no rule."""
+    return code in codes or NO_RULE.fullmatch(code) is not None
 
 
 def _lines_of(finding: Finding, ends: Sequence[int]) -> set[int]:

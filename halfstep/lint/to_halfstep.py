@@ -39,11 +39,11 @@ SUPERFLUOUS = {*REGIONS, *SCALERS, "torch.cuda.amp", "torch.cpu.amp", "torch.amp
 
 @dataclass(frozen=True)
 class Conversion:
-    """A text after its loops were rewritten. refused: a line for each training loop that stays, with the reason."""
+    """A text after its loops were rewritten. refused: for each training loop that stays, a line of it, and why."""
 
     text: str
     num_converted: int = 0
-    refused: tuple[str, ...] = ()
+    refused: tuple[tuple[int, str], ...] = ()
 
 
 def to_halfstep(text: str, file: str) -> Conversion:
@@ -67,7 +67,7 @@ def to_halfstep(text: str, file: str) -> Conversion:
                 break
             except NotUnderstood as error:
                 line = getattr(error.node, "lineno", place.lineno)
-                refused.append(f"{file}:{line}: the training loop stays as it is: {error.why}")
+                refused.append((line, f"the training loop stays as it is: {error.why}"))
         else:
             return Conversion(text, num_converted, tuple(dict.fromkeys(refused)))
 

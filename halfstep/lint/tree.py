@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from halfstep.errors import HalfstepError
+from halfstep.lint.config import FORMATS, MARKS
 from halfstep.lint.ignore import Ignore, enter, ignores_above, is_ignored
 
 SUFFIXES = (".py", ".pyi", ".ipynb", ".json")
@@ -27,10 +28,7 @@ CACHES = {
 }
 SKIPPED = HISTORIES | ENVIRONMENTS | BUILDS | CACHES
 """Directories that hold no source of one's own; one of them is walked only when it is named."""
-CONFIG_FORMAT = re.compile(rb'"(?:fp16|bf16|bfloat16|zero_optimization)"\s*:\s*\{')
-CONFIG_KEY = re.compile(
-    rb'"(?:enabled|loss_scale|initial_scale_power|stage|train_batch_size|train_micro_batch_size_per_gpu)"\s*:'
-)
+CONFIG_FORMAT, CONFIG_MARK = (re.compile(rf'"(?:{"|".join(sorted(keys))})"\s*:'.encode()) for keys in (FORMATS, MARKS))
 MAX_CONFIG_BYTES = 2**18  # larger JSON is data; a DeepSpeed configuration has a few kB
 
 
@@ -108,4 +106,4 @@ def _may_be_config(path: str) -> bool:
         content = Path(path).read_bytes()
     except OSError:
         return False
-    return bool(CONFIG_FORMAT.search(content) and CONFIG_KEY.search(content))
+    return bool(CONFIG_FORMAT.search(content) and CONFIG_MARK.search(content))

@@ -51,10 +51,10 @@ FP32 = frozenset(
     "margin_ranking_loss multilabel_margin_loss soft_margin_loss triplet_margin_loss multi_margin_loss "
     "binary_cross_entropy_with_logits cross_entropy dist pdist cdist renorm logsumexp "
     "softmax log_softmax cumprod cumsum prod sum norm "
-    "interpolate normalize".split()
+    "interpolate normalize square".split()
 )
-"""Take their input to fp32 in a CUDA region. (softmax to norm: when no dtype is passed; the last two by what they call:
-upsample_* and norm.)"""
+"""Take their input to fp32 in a CUDA region. (softmax to norm: when no dtype is passed; the last three by what they call:
+upsample_*, norm and pow.)"""
 
 LOSSES = frozenset(
     "poisson_nll_loss cosine_embedding_loss nll_loss hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss "
@@ -94,7 +94,7 @@ BOUNDED = frozenset({"tanh", "sin", "cos", "erf", "normalize", "sign"})
 KEEPS_FORMAT = frozenset(
     "relu relu_ gelu silu mish elu leaky_relu tanh sigmoid sigmoid_ hardswish dropout flatten unflatten view reshape "
     "view_as reshape_as transpose permute t contiguous squeeze unsqueeze expand expand_as repeat repeat_interleave "
-    "chunk split unbind select narrow index_select gather masked_select max min amax amin mean median abs neg square "
+    "chunk split unbind select narrow index_select gather masked_select max min amax amin mean median abs neg "
     "sqrt clamp clamp_ clip clamp_min clamp_max masked_fill masked_fill_ where roll flip tril triu detach clone cpu "
     "cuda cat stack concat concatenate max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d "
     "adaptive_avg_pool1d adaptive_avg_pool2d pad batch_norm instance_norm movedim swapaxes mT "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from halfstep.lint.finding import Finding
@@ -23,15 +23,16 @@ class Change:
 
 
 def watch(
-    look: Callable[[], Sequence[str]],
+    look: Callable[[], Mapping[str, Hashable]],
     lint: Callable[[Sequence[str]], Sequence[Finding]],
     wait: Callable[[], None],
 ) -> Iterator[Change]:
     """Everything at first, and then a :class:`Change` for each look that finds files changed, new or gone. No end.
 
-    look: the files. lint: what is in some of them. wait: called between looks.
+    look: the files, each with what its findings depend on beside its content. lint: what is in some of them. wait:
+    called between looks.
     """
-    stamps: dict[str, tuple[int, int]] = {}
+    stamps: dict[str, Hashable] = {}
     found: dict[str, list[Finding]] = {}
     is_first = True
     while True:
@@ -49,14 +50,14 @@ def watch(
         wait()
 
 
-def _stamps(files: Sequence[str]) -> dict[str, tuple[int, int]]:
-    stamps = {}
-    for file in files:
+def _stamps(files: Mapping[str, Hashable]) -> dict[str, Hashable]:
+    stamps: dict[str, Hashable] = {}
+    for file, settings in files.items():
         try:
             status = os.stat(file)
         except OSError:
             continue  # it went after it was listed
-        stamps[file] = status.st_mtime_ns, status.st_size
+        stamps[file] = status.st_mtime_ns, status.st_size, settings
     return stamps
 
 

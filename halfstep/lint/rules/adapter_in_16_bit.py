@@ -106,7 +106,7 @@ def _casts_frozen(event: Event) -> bool:
 RULE = Rule(
     code="HS154",
     name="adapter-in-16-bit",
-    severity="error",
+    severity="warning",
     summary="Adapter weights that are trained or averaged are put into the 16-bit format of the frozen base.",
     why="""
 An adapter is small: rank 16 on a layer of 4096 x 4096 is 131,072 weights beside 16.8 million, so fp32 costs 0.8 % more

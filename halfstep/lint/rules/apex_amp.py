@@ -61,6 +61,14 @@ class Loop:
     good=(
         """\
 import torch
+
+
+def prepare(model, lr):
+    opt = torch.optim.SGD(model.parameters(), lr=lr)
+    return model, opt, torch.amp.GradScaler("cuda")
+""",
+        """\
+import torch
 from torch import amp
 
 scaler = amp.GradScaler("cuda")

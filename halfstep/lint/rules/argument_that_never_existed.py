@@ -145,6 +145,12 @@ half = torch.bf16 if torch.cuda.is_available() else None  # HS136
     good=(
         """\
 import torch
+from torch.amp import GradScaler
+
+scaler = GradScaler("cuda")
+""",
+        """\
+import torch
 
 scaler = torch.amp.GradScaler("cuda", init_scale=2.0**12)
 torch.backends.cuda.matmul.allow_tf32 = True

@@ -66,7 +66,7 @@ def _problem(script: Script, operation: Operation, product: Operation, position:
 RULE = Rule(
     code="HS147",
     name="attention-scaled-late",
-    severity="error",
+    severity="warning",
     summary="Attention scores are multiplied out in fp16 and scaled afterwards, when they may be inf already.",
     why="""
 A product of fp16 matrices is added up in fp32 and stored in fp16, where everything beyond 65504 is `inf`. Scores of
@@ -74,7 +74,8 @@ heads 64 wide are 8 times larger before the division by `sqrt(64)` than after it
 than needed: with weights grown late in training, a raw product of 89,120 is `inf` although 11,140 would have fitted.
 The softmax of a row that holds one is NaN.
 
-Scale one factor first: `(q / math.sqrt(d)) @ k.mT`. It costs less as well, since q is smaller than the scores.
+Scale one factor first: `(q / math.sqrt(d)) @ k.mT`. It costs less as well where sequences are longer than a head is
+wide.
 `scaled_dot_product_attention` does it right.
 """,
     bad=(
@@ -108,6 +109,9 @@ import torch
 def weights(q: torch.Tensor, k: torch.Tensor, width: int = 128) -> torch.Tensor:
     q, k = q.half(), k.half()
     return (q @ k.transpose(-2, -1) / math.sqrt(128)).softmax(dim=-1)  # HS147
+""",
+        """\
+import torch
 
 
 def gram(features: torch.Tensor) -> torch.Tensor:

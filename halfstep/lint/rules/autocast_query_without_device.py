@@ -109,7 +109,7 @@ def _device_at_hand(script: Script, function: ast.AST | None) -> str:
 RULE = Rule(
     code="HS137",
     name="autocast-query-without-device",
-    severity="error",
+    severity="warning",
     summary="torch.is_autocast_enabled() without an argument asks about CUDA alone, in code for other devices too.",
     why="""
 `torch.is_autocast_enabled()` answers for CUDA, whatever device the tensors are on. Under
@@ -149,6 +149,15 @@ with torch.autocast(device, dtype=torch.bfloat16):
 """,
     ),
     good=(
+        """\
+import torch
+
+
+def like_autocast(bias: torch.Tensor) -> torch.Tensor:
+    if not torch.is_autocast_enabled(bias.device.type):
+        return bias
+    return bias.to(torch.get_autocast_dtype(bias.device.type))
+""",
         """\
 import torch
 

@@ -131,6 +131,22 @@ def train(net, loader, opt):
         with torch.autocast("cuda", dtype=torch.float16):
             out = net(x)
         loss = nn.functional.cross_entropy(out.float(), y)
+        scaler.scale(loss).backward()
+        scaler.step(opt)
+        scaler.update()
+""",
+        """\
+import torch
+from torch import nn
+
+
+def train(net, loader, opt):
+    scaler = torch.amp.GradScaler("cuda")
+    for x, y in loader:
+        opt.zero_grad()
+        with torch.autocast("cuda", dtype=torch.float16):
+            out = net(x)
+        loss = nn.functional.cross_entropy(out.float(), y)
         loss = scaler.scale(loss)
         loss.backward()
         scaler.step(opt)

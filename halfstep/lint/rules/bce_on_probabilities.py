@@ -78,8 +78,8 @@ RULE = Rule(
     why="""
 In a CUDA region `binary_cross_entropy` and `nn.BCELoss` raise `binary_cross_entropy and torch.nn.BCELoss are unsafe to
 autocast`, whatever they are given. A CPU region takes them to fp32, but the sigmoid before was rounded to 16 bit: in
-bf16 every probability above 1 - 1.95e-3 is 1, and the loss of a wrong one is 100, where torch cuts it off, instead of
-7.
+bf16 every probability above 1 - 1.95e-3 is 1. The loss of a wrong one with a logit of 7 is then 100, where torch cuts
+it off, instead of 7.0.
 
 `binary_cross_entropy_with_logits` and `nn.BCEWithLogitsLoss` take the logits, are computed in fp32 in both regions,
 and are exact where the sigmoid saturates. Leave the sigmoid out of the model, and take it where probabilities are

@@ -19,7 +19,7 @@ def check(script: Script) -> Iterator[Problem]:
             node,
             "this is True on GPUs that only emulate bf16: pass including_emulation=False to ask for bf16 in hardware",
             (edit,),
-            "safe",
+            "unsafe",
         )
 
 
@@ -39,7 +39,7 @@ RULE = Rule(
     why="""
 The question has an argument, `including_emulation`, and its default is True: it then only tries whether a bf16 tensor
 can be made. A V100 or T4 (compute capability 7.0 and 7.5) answers yes, though bf16 is in hardware from 8.0 on. A script
-that chooses its format by the answer runs bf16 there without tensor cores, slower than fp32, instead of fp16.
+that chooses its format by the answer runs bf16 there without tensor cores, instead of fp16 with them.
 
 Ask `torch.cuda.is_bf16_supported(including_emulation=False)`.
 """,
@@ -62,6 +62,12 @@ def formats():
         """\
 import torch
 
+bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+dtype = torch.bfloat16 if bf16 else torch.float16
+""",
+        """\
+import torch
+
 dtype = torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
 """,
         """\
@@ -73,6 +79,7 @@ def has_bf16():
 """,
     ),
     check=check,
-    fix="safe",
-    fix_note="`including_emulation=False` goes in, which torch takes since 2.4. On a GPU with bf16 the answer stays.",
+    fix="unsafe",
+    fix_note="`including_emulation=False` goes in, which torch takes since 2.4. On a GPU with bf16 the answer stays; "
+    "on an older one the script goes its other way from then on, which may need a loss scale.",
 )

@@ -147,17 +147,17 @@ def _pipeline(script: Script) -> set[ast.AST | None]:
 RULE = Rule(
     code="HS132",
     name="cast-in-region",
-    severity="error",
+    severity="warning",
     summary="Inputs, a model or a loss are cast to 16 bit by hand inside or right before an autocast region.",
     why="""
 A region casts what its products need, for each product, and keeps everything else as it was. A cast by hand rounds the
-values for all operations: 0.1 becomes 0.09998 in fp16 and 0.1001 in bf16, pixels above 2048 lose their last bit in
-fp16, and above 65504 they are infinite. Where the region is missing, as in a validation loop, the same batch then
+values for all operations: 0.1 becomes 0.09998 in fp16 and 0.1001 in bf16, whole numbers above 2048 lose their last
+bit in fp16, and above 65504 they are infinite. Where the region is missing, as in a validation loop, the same batch
 raises `Input type (c10::Half) and bias type (float) should be the same`.
 
 `model.half()` in a region is worse: it casts the weights themselves, and they stay so. An optimizer then updates 16-bit
-weights, and `GradScaler` refuses with `Attempting to unscale FP16 gradients`. A loss cast to 16 bit keeps 8 or 11 bits,
-and above 65504 it is infinite in fp16.
+weights, and `GradScaler` refuses with `Attempting to unscale FP16 gradients`. A loss keeps 8 bits in bf16 and 11 in
+fp16, and above 65504 it is infinite in fp16.
 
 Leave inputs, weights and loss in float32 and let the region cast.
 """,
@@ -232,6 +232,24 @@ class Fit:
 """,
     ),
     good=(
+        """\
+import torch
+from torch import nn
+
+model = nn.Sequential(nn.Linear(40, 80), nn.Tanh(), nn.Linear(80, 3)).cuda()
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def train(batches):
+    for x, y in batches:
+        opt.zero_grad()
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            x = x.cuda()
+            logits = model(x)
+        loss = nn.functional.cross_entropy(logits.float(), y.cuda())
+        loss.backward()
+        opt.step()
+""",
         """\
 import torch
 from torch import nn

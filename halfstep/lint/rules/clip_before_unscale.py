@@ -158,6 +158,23 @@ import torch
 from torch import nn
 
 
+def train(model, loader, opt, scaler):
+    for x, y in loader:
+        opt.zero_grad()
+        with torch.autocast("cuda", dtype=torch.float16):
+            out = model(x)
+        loss = nn.functional.cross_entropy(out.float(), y)
+        scaler.scale(loss).backward()
+        scaler.unscale_(opt)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(opt)
+        scaler.update()
+""",
+        """\
+import torch
+from torch import nn
+
+
 def train(model, loader, opt, scaler, use_amp):
     for x, y in loader:
         opt.zero_grad()

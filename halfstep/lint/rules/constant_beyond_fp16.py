@@ -217,6 +217,28 @@ class Attention(nn.Module):
 
 
 @torch.inference_mode()
+def encode(layer: Attention, x, is_padding):
+    with torch.autocast("cuda", dtype=torch.float16):
+        return Attention(64).cuda()(x, is_padding)
+""",
+        """\
+import torch
+from torch import nn
+
+
+class Attention(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.query, self.key = nn.Linear(dim, dim), nn.Linear(dim, dim)
+
+    def forward(self, x, is_padding):
+        q = self.query(x) * x.shape[-1] ** -0.5
+        scores = q @ self.key(x).transpose(1, 2)
+        scores = scores.masked_fill(is_padding[:, None, :], torch.finfo(scores.dtype).min)
+        return scores.softmax(dim=-1) @ x
+
+
+@torch.inference_mode()
 def encode(x, is_padding):
     with torch.autocast("cuda", dtype=torch.float16):
         return Attention(64).cuda()(x, is_padding)

@@ -12,7 +12,7 @@ def check(config: Config) -> Iterator[Problem]:
     for name in ("bf16", "bfloat16"):
         key = config.key(name)
         if key is not None and config.is_on("fp16") and config.is_on(name):
-            yield Problem(key, f"fp16 and {name} are both enabled: DeepSpeed trains in one of them, enable only that")
+            yield Problem(key, f"fp16 and {name} are both enabled: DeepSpeed refuses that; enable one of them")
 
 
 RULE = Rule(
@@ -21,9 +21,9 @@ RULE = Rule(
     severity="error",
     summary="A DeepSpeed configuration enables fp16 and bf16.",
     why="""
-DeepSpeed keeps the weights in one 16-bit format. Releases that do not check take fp16, and with it a loss scale that
-begins at 65,536 and skips steps; the run that was meant for bf16 is not one. fp16 ends at 65,504, bf16 at 3.4e38: a
-model that was pretrained in bf16 may overflow in its first step.
+DeepSpeed keeps the weights in one 16-bit format and refuses a configuration with two: `AssertionError: bfloat16 and
+fp16 modes cannot be simultaneously enabled`. They are no two ways to the same run: fp16 ends at 65,504 and needs a loss
+scale, bf16 reaches 3.4e38 and needs none. A model that was pretrained in bf16 may overflow in fp16.
 
 Enable the one that the cards have in hardware: bf16 from compute capability 8.0 on, else fp16. `"auto"` in both leaves
 the choice to the Transformers flags and is fine.
@@ -48,6 +48,14 @@ def config(stage):
 """,
     ),
     good=(
+        """\
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 4,
+    "fp16": {"enabled": False, "loss_scale": 0},
+    "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 2},
+}
+""",
         """\
 CONFIG = {
     "train_micro_batch_size_per_gpu": 4,

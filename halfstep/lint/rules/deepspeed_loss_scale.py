@@ -82,6 +82,16 @@ def config():
         """\
 CONFIG = {
     "train_micro_batch_size_per_gpu": 4,
+    "fp16": {
+        "enabled": True,
+        "loss_scale": 0,
+    },
+    "zero_optimization": {"stage": 1},
+}
+""",
+        """\
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 4,
     "fp16": {"enabled": True, "loss_scale": 0, "loss_scale_window": 500, "hysteresis": 2, "min_loss_scale": 1},
 }
 """,

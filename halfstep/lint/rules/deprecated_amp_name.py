@@ -8,13 +8,13 @@ RULE = Rule(
     name="deprecated-amp-name",
     severity="warning",
     summary="A name such as torch.cuda.amp.autocast that torch has deprecated.",
-    why=(
-        "`torch.cuda.amp`, `torch.cpu.amp` and functions such as `torch.get_autocast_gpu_dtype` name one device. Since"
-        " torch 2.4 each call of them warns, and the names under `torch.amp` take the device type instead.\n\n"
-        'Both give the same object: `torch.cuda.amp.GradScaler()` is `torch.amp.GradScaler("cuda")`. autocast alone'
-        " takes its arguments in another order now, `dtype` before `enabled`: with nothing but its name replaced, one"
-        " would be taken for the other."
-    ),
+    why="""
+`torch.cuda.amp`, `torch.cpu.amp` and functions such as `torch.get_autocast_gpu_dtype` name one device. Since torch 2.4
+each call of them warns, and the names under `torch.amp` take the device type instead.
+
+Both do the same: `torch.cuda.amp.GradScaler()` is a `torch.amp.GradScaler("cuda")`. autocast alone takes its arguments
+in another order now, `dtype` before `enabled`: with nothing but its name replaced, one would be taken for the other.
+""",
     bad=(
         "import torch\n\nscaler = torch.cuda.amp.GradScaler(init_scale=2.0**12)  # HS401\n",
         "import torch\nfrom torch.cuda.amp import autocast\n\n\ndef predict(model, batch):\n"

@@ -82,7 +82,7 @@ def _problem(script: Script, node: ast.IfExp, subject: ast.expr, kind: str) -> P
 RULE = Rule(
     code="HS138",
     name="device-type-guessed",
-    severity="error",
+    severity="warning",
     summary='"cuda" if the device is CUDA else "cpu" takes every other accelerator for the CPU.',
     why="""
 Besides `cuda` and `cpu`, torch 2.13 runs autocast on `mps`, `xpu`, `hpu` and `mtia`. A training script that tells CUDA
@@ -124,6 +124,21 @@ class Inference:
 """,
     ),
     good=(
+        """\
+import torch
+
+
+def fit(net, batches, device="cuda"):
+    kind = torch.device(device).type
+    opt = torch.optim.AdamW(net.to(device).parameters(), lr=1e-3)
+    for x, y in batches:
+        opt.zero_grad()
+        with torch.autocast(device_type=kind, dtype=torch.bfloat16):
+            out = net(x.to(device))
+        loss = torch.nn.functional.mse_loss(out.float(), y.to(device))
+        loss.backward()
+        opt.step()
+""",
         """\
 import torch
 

@@ -102,6 +102,27 @@ def level(wave: torch.Tensor) -> torch.Tensor:
 import torch
 from torch import nn
 
+EPS = 1e-8
+
+
+class Sizes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.regress = nn.Linear(64, 2)
+
+    def forward(self, features):
+        size = torch.relu(self.regress(features))
+        return torch.log(size.float() + EPS)
+
+
+net = Sizes().cuda()
+with torch.inference_mode(), torch.autocast("cuda", dtype=torch.float16):
+    print(net(torch.randn(8, 64, device="cuda")))
+""",
+        """\
+import torch
+from torch import nn
+
 
 class Sizes(nn.Module):
     def __init__(self) -> None:

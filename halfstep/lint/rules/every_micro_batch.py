@@ -194,6 +194,23 @@ def train(model, loader, optimizer, accumulation=8):
     for i, (x, y) in enumerate(loader):
         with torch.autocast("cuda", dtype=torch.bfloat16):
             out = model(x.cuda())
+        loss = nn.functional.l1_loss(out.float(), y.cuda()) / accumulation
+        loss.backward()
+        if (i + 1) % accumulation == 0 or i + 1 == len(loader):
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+""",
+        """\
+import torch
+from torch import nn
+
+
+def train(model, loader, optimizer, accumulation=8):
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=1000)
+    for i, (x, y) in enumerate(loader):
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            out = model(x.cuda())
         loss = nn.functional.l1_loss(out.float(), y.cuda())
         (loss / accumulation).backward()
         if (i + 1) % accumulation == 0 or i + 1 == len(loader):

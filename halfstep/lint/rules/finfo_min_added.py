@@ -31,13 +31,13 @@ def _is_low(value: Value) -> bool:
 RULE = Rule(
     code="HS141",
     name="finfo-min-added",
-    severity="error",
+    severity="warning",
     summary="Two masks that hold torch.finfo(dtype).min are added, which overflows to -inf.",
     why="""
-`torch.finfo(dtype).min` is the lowest number there is: -65504 in fp16. Added to scores it stays there, because a score
-above -16 rounds away beside it. Added to a second such mask it is -131008, which is `-inf` in fp16; in bf16 twice
--3.39e38 is `-inf` too. The softmax of a row that holds nothing but `-inf` is NaN, where a row of equal lowest numbers
-would be uniform, and the NaN reaches every gradient.
+`torch.finfo(dtype).min` is the lowest number there is: -65504 in fp16. Added to a score above -16 it stays
+finite, because its neighbour is 32 away. Added to a second such mask it is -131008, which is `-inf` in fp16; in bf16
+twice -3.39e38 is `-inf` too. The softmax of a row that both masks cover holds nothing but `-inf` and is NaN, where a
+row of equal lowest numbers would be uniform, and the NaN reaches every gradient.
 
 Join the masks while they are boolean, and fill once: `scores.masked_fill(causal | padding,
 torch.finfo(scores.dtype).min)`.
@@ -81,6 +81,29 @@ def bias_of(is_future: torch.Tensor, is_padding: torch.Tensor) -> torch.Tensor:
 """,
     ),
     good=(
+        """\
+import torch
+from torch import nn
+
+
+class Scores(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.query, self.key = nn.Linear(dim, dim), nn.Linear(dim, dim)
+
+    def forward(self, x, future, padding):
+        q = self.query(x) * x.shape[-1] ** -0.5
+        scores = q @ self.key(x).transpose(1, 2)
+        lowest = torch.finfo(scores.dtype).min
+        bias = torch.zeros_like(scores).masked_fill(future | padding, lowest)
+        scores = scores + bias
+        return scores.softmax(dim=-1)
+
+
+def attend(x, future, padding):
+    with torch.inference_mode(), torch.autocast("cuda", dtype=torch.float16):
+        return Scores(64).cuda()(x, future, padding)
+""",
         """\
 import torch
 from torch import nn

@@ -131,6 +131,26 @@ def step(x, target):
 import torch
 from torch import nn
 
+
+class Classifier(nn.Module):
+    def __init__(self, width, classes):
+        super().__init__()
+        self.body, self.head = nn.Linear(width, 128), nn.Linear(128, classes)
+
+    def forward(self, x):
+        h = self.body(x).relu()
+        with torch.autocast(h.device.type, enabled=False):
+            return self.head(h.float())
+
+
+net = Classifier(20, 4).cuda()
+with torch.inference_mode(), torch.autocast("cuda", dtype=torch.bfloat16):
+    print(net(torch.randn(2, 20, device="cuda")).argmax(-1))
+""",
+        """\
+import torch
+from torch import nn
+
 body, head = nn.Linear(20, 128).cuda(), nn.Linear(128, 4).cuda()
 with torch.inference_mode(), torch.autocast("cuda", dtype=torch.bfloat16):
     h = body(torch.randn(2, 20, device="cuda"))

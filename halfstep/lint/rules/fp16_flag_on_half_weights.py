@@ -42,7 +42,8 @@ RULE = Rule(
 Together they stop in the first step with `ValueError: Attempting to unscale FP16 gradients.`, because a gradient has
 the format of its weight and dividing an fp16 gradient by a scale of 65,536 would lose it below 6.0e-8.
 
-The flag is made for fp32 weights: 4 bytes each, cast by autocast where a product needs it. With frozen weights in fp16,
+The flag is made for fp32 weights: 4 bytes each, cast by autocast where a product needs it. Name the format when you
+load: since transformers 5 the default is that of the checkpoint, which may be fp16. With frozen weights in fp16,
 put the trained ones into fp32 afterwards. Adapters of PEFT are fp32 by default.
 """,
     bad=(
@@ -72,6 +73,16 @@ def main(path, pairs):
 """,
     ),
     good=(
+        """\
+import torch
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+
+def main(path, train_set):
+    model = AutoModelForCausalLM.from_pretrained(path, torch_dtype=torch.float32)
+    arguments = TrainingArguments("out", fp16=True, learning_rate=2e-5, max_grad_norm=1.0)
+    Trainer(model=model, args=arguments, train_dataset=train_set).train()
+""",
         """\
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 

@@ -94,8 +94,8 @@ RULE = Rule(
     severity="error",
     summary="An fp16 region is trained without a loss scale.",
     why="""
-The gradients of fp16 activations are fp16 too. Numbers under 6.1e-5 lose bits there and those under 6.0e-8 are mostly
-0: weights whose gradients are that small stop learning, and nothing raises. A `GradScaler` multiplies the loss by
+The gradients of fp16 activations are fp16 too. Numbers under 6.1e-5 lose bits there and those under 3.0e-8 are 0:
+weights whose gradients are that small stop learning, and nothing raises. A `GradScaler` multiplies the loss by
 65536 first, lifts the gradients into the range, and skips the steps that overflow.
 
 bf16 has the range of fp32 and needs no scaler, on cards of compute capability 8.0 and up.
@@ -139,6 +139,22 @@ for x, y in batches:
 """,
     ),
     good=(
+        """\
+import torch
+from torch import nn
+
+
+def train(net, loader):
+    opt = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cuda")
+    for x, y in loader:
+        opt.zero_grad()
+        with torch.autocast("cuda", dtype=torch.float16):
+            out = net(x)
+        scaler.scale(nn.functional.cross_entropy(out.float(), y)).backward()
+        scaler.step(opt)
+        scaler.update()
+""",
         """\
 import torch
 from torch import nn

@@ -140,9 +140,9 @@ float`). Where nothing raises, because the saved tensors happen to be 16 bit too
 format than the forward as soon as an input changes.
 
 `@torch.amp.custom_fwd(device_type=...)` notes the state of autocast in `forward`, and
-`@torch.amp.custom_bwd(device_type=...)` opens the same state in `backward`. They go below `@staticmethod`. With a
-separate `setup_context` they do not work: torch 2.13 raises `AttributeError: ... has no attribute
-'_fwd_used_autocast'`. Cast by hand there, `grad.to(weight.dtype)`, or write `forward(ctx, ...)` in one piece.
+`@torch.amp.custom_bwd(device_type=...)` opens the same state in `backward` (torch 2.4 and up). They go below
+`@staticmethod`. With a separate `setup_context` they do not work: torch 2.13 raises `AttributeError: ... has no
+attribute '_fwd_used_autocast'`. Cast by hand there, `grad.to(weight.dtype)`, or write `forward(ctx, ...)` in one piece.
 """,
     bad=(
         """\
@@ -218,6 +218,36 @@ def train(batches):
 """,
     ),
     good=(
+        """\
+import torch
+from torch import nn
+
+
+class Project(torch.autograd.Function):
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu")
+    def forward(ctx, x, basis):
+        ctx.save_for_backward(x, basis)
+        return torch.mm(x, basis)
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")
+    def backward(ctx, grad):
+        x, basis = ctx.saved_tensors
+        return torch.mm(grad, basis.t()), torch.mm(x.t(), grad)
+
+
+basis = nn.Parameter(torch.randn(32, 8))
+opt = torch.optim.SGD([basis], lr=0.1)
+for _ in range(10):
+    x = torch.randn(64, 32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        low = Project.apply(x, basis)
+    loss = low.float().var()
+    opt.zero_grad()
+    loss.backward()
+    opt.step()
+""",
         """\
 import torch
 from torch import nn

@@ -105,8 +105,8 @@ RULE = Rule(
     summary="A float32 buffer is filled by index with 16-bit values, which raises.",
     why="""
 `canvas[index] = values` with a tensor or a mask as the index raises `Index put requires the source and destination
-dtypes match`, and so do `index_add_`, `index_copy_`, `scatter_` and `masked_scatter_`: they do not cast, in an
-autocast region either, because operations in place are not on its lists. `canvas[2:5] = values` does cast, which makes
+dtypes match`; `index_add_`, `index_copy_`, `scatter_` and `masked_scatter_` raise too. None of them casts, not even in
+an autocast region, because operations in place are not on its lists. `canvas[2:5] = values` does cast, which makes
 the error look random. A buffer made by `torch.zeros` is float32; what a layer of the region gives is 16 bit.
 
 Cast the values to the format of the buffer, `canvas[index] = values.to(canvas.dtype)`, which is exact from 16 bit to
@@ -151,6 +151,28 @@ def gather(nodes: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> t
 """,
     ),
     good=(
+        """\
+import torch
+from torch import nn
+
+
+class Pillars(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.points = nn.Linear(4, 8)
+
+    def forward(self, points):
+        features = self.points(points)
+        canvas = torch.zeros(256, 8, device=points.device)
+        cells = torch.randperm(256, device=points.device)[: len(points)]
+        canvas[cells] = features.to(canvas.dtype)
+        return canvas
+
+
+net = Pillars().cuda()
+with torch.inference_mode(), torch.autocast("cuda", dtype=torch.float16):
+    print(net(torch.randn(40, 4, device="cuda")).shape)
+""",
         """\
 import torch
 from torch import nn

@@ -89,6 +89,23 @@ class Finetuner:
 import torch
 from torch import nn
 
+net = nn.Linear(64, 16)
+opt = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-5)
+scaler = torch.amp.GradScaler("cuda")
+
+
+def step(x, y):
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = nn.functional.mse_loss(net(x).float(), y)
+    opt.zero_grad()
+    scaler.scale(loss).backward()
+    scaler.step(opt)
+    scaler.update()
+""",
+        """\
+import torch
+from torch import nn
+
 encoder = nn.Linear(64, 16).requires_grad_(False).half()
 net = nn.Linear(16, 16)
 opt = torch.optim.AdamW(net.parameters(), lr=1e-5)

@@ -89,6 +89,26 @@ def train(net, opt, batches):
     good=(
         """\
 import torch
+from torch import nn
+
+
+class Rotary(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.register_buffer("rate", 1e4 ** (-torch.arange(0, width, 2, dtype=torch.float32) / width))
+
+    def forward(self, place):
+        with torch.autocast(place.device.type, enabled=False):
+            angle = place.float()[:, None] @ self.rate.float()[None, :]
+        return torch.cat([angle.cos(), angle.sin()], dim=-1)
+
+
+rotary = Rotary(32)
+with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
+    print(rotary(torch.linspace(0, 1, 512)))
+""",
+        """\
+import torch
 
 
 def gram(x):

@@ -126,6 +126,32 @@ def whole(x):
 import torch
 from torch import nn
 
+
+class Energy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(16, 64)
+
+    def forward(self, x):
+        h = self.net(x)
+        with torch.autocast("cuda", enabled=False):
+            return torch.logsumexp(h.float(), dim=-1)
+
+
+energy = Energy().cuda()
+opt = torch.optim.Adam(energy.parameters(), lr=1e-4)
+for x in torch.load("points.pt"):
+    opt.zero_grad()
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        low = energy(x.cuda())
+    loss = low.float().mean()
+    loss.backward()
+    opt.step()
+""",
+        """\
+import torch
+from torch import nn
+
 left, right = nn.Linear(24, 8).cuda(), nn.Linear(24, 8).cuda()
 
 

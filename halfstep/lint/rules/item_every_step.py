@@ -87,9 +87,9 @@ A GPU works through a queue that the CPU fills ahead. `loss.item()`, `float(loss
 Counted with torch 2.13: `scaler.step` of an optimizer that is not fused reads 1 number from the device in each step,
 of a fused one 0; each `.item()` and each `get_scale()` adds 1.
 
-How much it costs depends on the step: nothing that shows where a step takes long against its launches, most where the
-kernels are small. It is never wrong, so this is a note and fails no build. It is given once a loop, where the loss is
-read in every turn, under no condition, by a script whose regions name CUDA alone.
+How much it costs depends on the step. Where the kernels of a step are large, nothing shows; where they are small, the
+wait is most of the step. The result is right either way, so this is a note and fails no build. It is given once a
+loop, where the loss is read in every turn, under no condition, by a script whose regions name CUDA alone.
 """,
     bad=(
         """\

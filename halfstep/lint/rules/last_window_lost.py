@@ -171,6 +171,24 @@ import torch
 from torch import nn
 
 
+def train(model, loader, optimizer, scaler, num_epochs, accumulate=4):
+    rest = len(loader) % accumulate or accumulate
+    for epoch in range(num_epochs):
+        for i, (x, y) in enumerate(loader):
+            window = rest if i >= len(loader) - rest else accumulate
+            with torch.autocast("cuda", dtype=torch.float16):
+                loss = nn.functional.cross_entropy(model(x).float(), y) / window
+            scaler.scale(loss).backward()
+            if (i + 1) % accumulate == 0 or i + 1 == len(loader):
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+""",
+        """\
+import torch
+from torch import nn
+
+
 def train(model, loader, optimizer, scaler, accumulate=4):
     rest = len(loader) % accumulate or accumulate
     for i, (x, y) in enumerate(loader):

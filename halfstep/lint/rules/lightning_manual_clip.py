@@ -27,8 +27,7 @@ def check(script: Script) -> Iterator[Problem]:
                 yield Problem(
                     event.node,
                     "manual optimization under 16-mixed clips gradients that still carry the loss scale, which is "
-                    "taken out in the optimizer's step: call unscale_ of the precision plugin's scaler first, or use "
-                    "bf16-mixed",
+                    "taken out in the optimizer's step: clip in on_before_optimizer_step, or use bf16-mixed",
                 )
 
 
@@ -62,8 +61,9 @@ With `automatic_optimization = False`, Lightning scales the loss in `manual_back
 `optimizer.step()`. What stands between sees gradients that are 65,536 times too large at the start. A clip to norm 1.0
 then leaves a true norm of 1.5e-5: the optimizer moves, by a step that the loss scale decides.
 
-Unscale first, `self.trainer.precision_plugin.scaler.unscale_(opt)`, or train in `bf16-mixed`, which has no scale, or
-leave the clip to the Trainer (`gradient_clip_val`, automatic optimization).
+Clip in the hook `on_before_optimizer_step`, which Lightning calls after it has unscaled and before the step. An
+`unscale_` by hand does not help: `optimizer.step()` unscales once more, and that raises (Lightning 2.6). `bf16-mixed`
+has no scale, and under automatic optimization the Trainer clips at the right place (`gradient_clip_val`).
 """,
     bad=(
         """\
@@ -126,13 +126,17 @@ class Net(LightningModule):
         self.automatic_optimization = False
         self.body = body
 
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.body.parameters(), lr=1e-4)
+
     def training_step(self, batch, batch_idx):
         opt = self.optimizers()
         opt.zero_grad()
         self.manual_backward(self.body(batch).float().pow(2).mean())
-        self.trainer.precision_plugin.scaler.unscale_(opt.optimizer)
-        self.clip_gradients(opt, gradient_clip_val=1.0)
         opt.step()
+
+    def on_before_optimizer_step(self, optimizer):
+        self.clip_gradients(optimizer, gradient_clip_val=1.0)
 
 
 def main(body, loader):

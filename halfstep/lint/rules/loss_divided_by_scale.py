@@ -103,11 +103,11 @@ RULE = Rule(
     summary="The loss that is logged is divided by a scale that it does not carry, or still carries it.",
     why="""
 `scaler.scale(loss)` returns a new tensor and leaves `loss` as it is. `loss.item() / scaler.get_scale()` therefore
-shows 0.69 as 1.06e-05 with the first scale of 65536, and jumps by 2 each time the scale changes. The product, logged
-as it is, shows the same loss as 45,000.
+shows 0.69 as 1.05e-05 with the first scale of 65536, and doubles or halves each time the scale changes. The product,
+logged as it is, shows the same loss as 45,000.
 
 Where the product was overwritten onto `loss`, dividing by `get_scale()` is right only before `update()`: afterwards
-the scale may be another, and the logged loss is off by exactly 2 in that step (and `get_scale()` waits for the
+the scale may be another, and the logged loss is off by a factor of 2 in that step (and `get_scale()` waits for the
 device). Keep the loss that was given to `scale`, and log that.
 """,
     bad=(

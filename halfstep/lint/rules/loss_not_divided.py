@@ -77,13 +77,12 @@ def _mended(script: Script, window: Window, loss: ast.expr | None, length: str) 
 RULE = Rule(
     code="HS120",
     name="loss-not-divided",
-    severity="error",
+    severity="warning",
     summary="Gradients of several micro-batches are summed, and the loss is not divided by their number.",
     why="""
 `backward` adds to `.grad`. After N micro-batches the gradient is the sum of N means, N times that of the batch that
 the window stands for. With N = 4 and SGD the learning rate is 4 times what was set, `clip_grad_norm_(..., 1.0)` clips
-as 0.25 would, and in fp16 the sum reaches 65504 with log2(4) = 2 bits less of headroom, so the scale settles 4 times
-lower.
+as 0.25 would, and a loss scale settles 4 times lower, since the fp16 gradients of the activations are 4 times larger.
 
 Adam hides most of it, since its step does not depend on the size of the gradient, but not the clipping. Divide each
 loss by the number of micro-batches of its window, before `backward`.

@@ -95,7 +95,7 @@ def _is_zero(node: ast.expr, or_tensor: bool) -> bool:
 RULE = Rule(
     code="HS161",
     name="nan-shown-as-zero",
-    severity="error",
+    severity="warning",
     summary="A loss that is not finite is logged as zero.",
     why="""
 When activations pass 65504 in fp16, the loss becomes Inf or NaN and stays so. A log that counts it as 0 then shows

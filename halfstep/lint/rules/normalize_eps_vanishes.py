@@ -42,7 +42,7 @@ def check(script: Script) -> Iterator[Problem]:
 RULE = Rule(
     code="HS157",
     name="normalize-eps-vanishes",
-    severity="error",
+    severity="warning",
     summary="F.normalize or F.cosine_similarity of fp16 vectors, whose eps is 0 in fp16.",
     why="""
 `F.normalize` divides by the norm, clamped to its eps of 1e-12 from below, and `F.cosine_similarity` has an eps of
@@ -77,6 +77,19 @@ def closest(query: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 """,
     ),
     good=(
+        """\
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+head = nn.Linear(32, 16).cuda()
+
+
+def similarity(a, b):
+    with torch.no_grad(), torch.autocast("cuda", dtype=torch.float16):
+        first, second = head(a), head(b)
+    return (F.normalize(first.float(), dim=-1) * second).sum(-1, dtype=torch.float32)
+""",
         """\
 import torch
 import torch.nn.functional as F

@@ -112,6 +112,22 @@ from torch import nn
 def finetune(backbone, loader, scaler):
     backbone.fc = nn.Linear(512, 10)
     opt = torch.optim.SGD(backbone.parameters(), lr=0.01)
+    for x, y in loader:
+        opt.zero_grad()
+        with torch.autocast("cuda", dtype=torch.float16):
+            out = backbone(x)
+        scaler.scale(nn.functional.cross_entropy(out.float(), y)).backward()
+        scaler.step(opt)
+        scaler.update()
+""",
+        """\
+import torch
+from torch import nn
+
+
+def finetune(backbone, loader, scaler):
+    backbone.fc = nn.Linear(512, 10)
+    opt = torch.optim.SGD(backbone.parameters(), lr=0.01)
     backbone.drop = nn.Identity()
     for x, y in loader:
         opt.zero_grad()

@@ -55,9 +55,9 @@ RULE = Rule(
     severity="error",
     summary="A GradScaler is driven by hand beside Accelerate, Fabric or Lightning, which drive one themselves.",
     why="""
-The wrapped optimizer unscales, steps and updates its own scaler. A second `update()` of that scaler counts every step
-twice, so the scale grows after 1,000 steps instead of 2,000, or raises because no step was recorded. A second scaler
-multiplies the loss by 65,536 once more, and nobody divides by it: the gradients overflow, and each step is skipped.
+The wrapped optimizer unscales, steps and updates its own scaler. A second `update()` of that scaler raises
+`AssertionError: No inf checks were recorded prior to update.` (torch 2.13). A second scaler multiplies the loss by
+65,536 once more: scaled by 65,536^2 = 4.3e9 the fp16 gradients overflow, and the steps are skipped.
 
 Use the wrapper's `backward` and `step` alone; `accelerator.optimizer_step_was_skipped` tells of a skip.
 """,

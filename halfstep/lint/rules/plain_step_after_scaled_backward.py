@@ -118,6 +118,21 @@ import torch
 from torch import nn
 
 
+def train(net, loader, opt):
+    scaler = torch.amp.GradScaler("cuda")
+    for x, y in loader:
+        opt.zero_grad()
+        with torch.autocast("cuda", dtype=torch.float16):
+            out = net(x)
+        scaler.scale(nn.functional.cross_entropy(out.float(), y)).backward()
+        scaler.step(opt)
+        scaler.update()
+""",
+        """\
+import torch
+from torch import nn
+
+
 def train(net, loader, opt, use_amp):
     scaler = torch.amp.GradScaler("cuda", enabled=use_amp)
     for x, y in loader:

@@ -94,6 +94,19 @@ class Worker:
     good=(
         """\
 import torch
+
+
+def train(net, opt, scaler, loader):
+    for x, y in loader:
+        opt.zero_grad()
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = torch.nn.functional.cross_entropy(net(x), y)
+        scaler.scale(loss).backward()
+        scaler.step(opt)
+        scaler.update()
+""",
+        """\
+import torch
 import torch.distributed as dist
 
 

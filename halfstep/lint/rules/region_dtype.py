@@ -37,7 +37,7 @@ def check(script: Script) -> Iterator[Problem]:
 RULE = Rule(
     code="HS139",
     name="region-dtype",
-    severity="error",
+    severity="warning",
     summary="An autocast region is opened with a dtype that is not 16 bit.",
     why="""
 Autocast lowers to float16 or bfloat16. What another dtype does depends on the device. On the CPU, and on every other

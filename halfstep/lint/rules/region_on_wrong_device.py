@@ -11,15 +11,20 @@ from halfstep.lint.formats import region_devices, region_enabled
 from halfstep.lint.operation import operations
 from halfstep.lint.rule import Problem, Rule
 from halfstep.lint.script import Script
+from halfstep.lint.values import Value
 
 
 def check(script: Script) -> Iterator[Problem]:
     wrong: dict[ast.AST, Event] = {}
     right: set[ast.AST] = set()
+    unsure: set[tuple[ast.AST, Value | None]] = set()
     products = (operation.event for operation in operations(script, vocabulary.LOWER_PRECISION))
     for event in (*(event for event in script.sites if event.what == "forward"), *products):
         region = event.region
-        if region is None or region_enabled(region) is False or not event.devices or event.devices == {"meta"}:
+        if region is None or region_enabled(region) is False or event.devices == {"meta"}:
+            continue
+        if not event.devices:
+            unsure.add((event.node, event.receiver))  # on another path it may be known, by a setting
             continue
         covered = [region_devices(context) for context in event.contexts if context.kind == "region"]
         if all(covered) and not any(devices & event.devices for devices in covered):
@@ -27,7 +32,7 @@ def check(script: Script) -> Iterator[Problem]:
         else:
             right.add(region.node)
     for node, event in wrong.items():
-        if node not in right and event.region is not None:
+        if node not in right and (event.node, event.receiver) not in unsure and event.region is not None:
             there, named = (" or ".join(sorted(devices)) for devices in (event.devices, region_devices(event.region)))
             what = "the model" if event.what == "forward" else "what is computed in it"
             yield Problem(
@@ -103,6 +108,23 @@ def score(batches):
 """,
     ),
     good=(
+        """\
+import torch
+from torch import nn
+
+device = torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+head = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 5))
+head.to(device)
+opt = torch.optim.AdamW(head.parameters(), lr=1e-3)
+for _ in range(20):
+    x, y = torch.randn(32, 64, device=device), torch.randint(0, 5, (32,), device=device)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        logits = head(x)
+    loss = nn.functional.cross_entropy(logits.float(), y)
+    opt.zero_grad()
+    loss.backward()
+    opt.step()
+""",
         """\
 import torch
 from torch import nn

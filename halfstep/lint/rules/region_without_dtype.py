@@ -58,7 +58,7 @@ RULE = Rule(
     why="""
 Without `dtype`, `torch.autocast` takes `torch.get_autocast_dtype(device_type)`: float16 on CUDA, bfloat16 on the CPU.
 The two need different code: float16 ends at 65504 and needs a loss scale, bfloat16 reaches 3.4e38 and needs none. A
-script that was tried on a laptop runs in another format on the GPU, and without a scaler gradients below 6.0e-8 become
+script that was tried on a laptop runs in another format on the GPU, and without a scaler gradients below 3.0e-8 become
 zero there.
 
 Write the format: `torch.autocast(device_type, dtype=torch.bfloat16)`.
@@ -88,6 +88,15 @@ opt.step()
 """,
     ),
     good=(
+        """\
+import torch
+
+
+@torch.no_grad()
+def evaluate(net, batches, device):
+    with torch.amp.autocast(device_type=device.type, dtype=torch.bfloat16):
+        return [net(x.to(device)).argmax(-1) for x in batches]
+""",
         """\
 import torch
 

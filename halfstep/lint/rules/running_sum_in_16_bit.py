@@ -21,8 +21,8 @@ def check(script: Script) -> Iterator[Problem]:
             limit = 256 if "bf16" in total.formats else 2048
             yield Problem(
                 event.node,
-                f"a running sum is kept in {name}: counting by ones it stops at {limit}, and every sum stops once it "
-                f"is {limit} times what is added; keep it in fp32",
+                f"a running sum is kept in {name}: counting by ones it stops at {limit}, and every sum stops before "
+                f"it is {2 * limit} times what is added; keep it in fp32",
             )
 
 
@@ -50,9 +50,9 @@ RULE = Rule(
     severity="error",
     summary="A sum, count or metric over a loop is kept in a 16-bit tensor.",
     why="""
-A sum in bf16 stops growing once it is 256 times what is added, because the addend is then less than half the step
-between neighbours: adding 1.0 a thousand times gives 256. In fp16 the same sum stops at 2048, and beyond 65504 it is
-inf.
+A sum in bf16 stops growing somewhere between 256 and 512 times what is added, because the addend is then at most half
+of the step between neighbours: adding 1.0 a thousand times gives 256, adding 0.75 gives 256 too. In fp16 the sum of
+ones stops at 2048, and beyond 65504 a sum is inf.
 
 A loss averaged in such a sum looks better the longer the epoch is. Keep running sums in fp32 (`torch.zeros(())` is) or
 in Python numbers; the addend is promoted.

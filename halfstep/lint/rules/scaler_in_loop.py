@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
 
 from halfstep.lint.event import Event
@@ -24,11 +25,14 @@ def check(script: Script) -> Iterator[Problem]:
                 scaler, optimizer = made.get(event.receiver.ident), optimizer_of(event)
                 if scaler is None or optimizer is None or is_off(event.receiver) or event.receiver.ident in restored:
                     continue
-                if _outlives(made.get(optimizer.ident), optimizer, scaler):
+                each = "turn of the loop" if _outlives(made.get(optimizer.ident), optimizer, scaler) else ""
+                if not each and _is_passed_each_epoch(optimizer, scaler):
+                    each = "epoch"
+                if each:
                     yield Problem(
                         scaler.node,
-                        "this scaler is built anew in every turn of the loop, so that its scale and its growth count "
-                        "start again while the optimizer goes on; build it once, before the loop",
+                        f"this scaler is built anew in every {each}, so that its scale and its growth count start "
+                        "again while the optimizer goes on; build it once, before the loop",
                     )
 
 
@@ -40,16 +44,32 @@ def _outlives(made: Event | None, optimizer: Object, scaler: Event) -> bool:
     return made is None or all(other.node is not loop for other in made.loops)
 
 
+def _is_passed_each_epoch(optimizer: Object, scaler: Event) -> bool:
+    """Whether the function that builds the scaler is handed the optimizer and the number of the present epoch."""
+    function = scaler.function
+    if not isinstance(function, ast.FunctionDef):
+        return False
+    named = {arg.arg: arg for arg in (*function.args.args, *function.args.kwonlyargs)}
+    counted = {  # range(epoch): how many there are
+        part.id
+        for loop in ast.walk(function)
+        if isinstance(loop, ast.For)
+        for part in ast.walk(loop.iter)
+        if isinstance(part, ast.Name)
+    }
+    return optimizer.node in named.values() and "epoch" in named.keys() - counted
+
+
 RULE = Rule(
     code="HS111",
     name="scaler-in-loop",
-    severity="error",
+    severity="warning",
     summary="A `GradScaler` is built inside the training loop.",
     why="""
 A scaler learns: it halves its scale after an overflow and doubles it after 2000 steps without one. Built in the loop,
 it begins at 65536 again in every epoch, or in every step, and forgets both. A model that needs a scale of 1024 then
 loses the first 6 steps of each epoch to overflows; built in each step, every step of it is skipped, for ever, without
-an error. A scale that should grow never does, since no epoch counts to 2000 that has fewer steps.
+an error. In epochs of fewer than 2000 steps the scale never grows.
 """,
     bad=(
         """\

@@ -74,7 +74,7 @@ def _saved_key(script: Script) -> str | None:
 RULE = Rule(
     code="HS163",
     name="scaler-not-loaded",
-    severity="error",
+    severity="warning",
     summary="The scaler's state is saved, and a resumed run loads everything but it.",
     why="""
 A state that is saved and not loaded is lost as one that was never saved: the resumed run begins with a scale of
@@ -135,6 +135,36 @@ def main(net, loader, resume, path):
 """,
     ),
     good=(
+        """\
+import torch
+from torch import nn
+
+
+class Job:
+    def __init__(self, net):
+        self.net = net.cuda()
+        self.opt = torch.optim.Adam(net.parameters(), lr=1e-3)
+        self.scaler = torch.amp.GradScaler("cuda")
+
+    def save(self, path):
+        state = {"net": self.net.state_dict(), "opt": self.opt.state_dict(), "scaler": self.scaler.state_dict()}
+        torch.save(state, path)
+
+    def load(self, path):
+        state = torch.load(path)
+        self.net.load_state_dict(state["net"])
+        self.opt.load_state_dict(state["opt"])
+        if "scaler" in state:
+            self.scaler.load_state_dict(state["scaler"])
+
+    def step(self, x, y):
+        self.opt.zero_grad()
+        with torch.autocast("cuda", dtype=torch.float16):
+            out = self.net(x)
+        self.scaler.scale(nn.functional.mse_loss(out.float(), y)).backward()
+        self.scaler.step(self.opt)
+        self.scaler.update()
+""",
         """\
 import torch
 from torch import nn

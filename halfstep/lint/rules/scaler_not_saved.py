@@ -17,27 +17,33 @@ from halfstep.lint.values import Items, Object, Table, Value
 
 
 def check(script: Script) -> Iterator[Problem]:
-    if not script.has("save") or calls_state(script, "state_dict"):
+    if not script.has("optimizer.state_dict") or calls_state(script, "state_dict"):
         return
+    reported: set[tuple[ast.AST | None, Value]] = set()
     for path in script.paths:
         for event in path:
-            if event.what == "save" and _holds_optimizer(event) and has_scaler(script, path, event):
-                edits = _saved_and_loaded(script, event)
-                yield Problem(
-                    event.node,
-                    "the checkpoint holds the optimizer and not the scaler: a resumed run begins with the first scale "
-                    "again and skips steps; save `scaler.state_dict()` too",
-                    edits,
-                    "safe" if edits else None,
-                )
+            state = _saved(event)
+            if state is None or (event.function, state) in reported or not has_scaler(script, path, event):
+                continue
+            reported.add((event.function, state))  # the last, the best and every tenth are one checkpoint
+            edits = _saved_and_loaded(script, event)
+            yield Problem(
+                event.node,
+                "the checkpoint holds the optimizer and not the scaler: a resumed run begins with the first scale "
+                "again and skips steps; save `scaler.state_dict()` too",
+                edits,
+                "safe" if edits else None,
+            )
 
 
-def _holds_optimizer(event: Event) -> bool:
-    value = event.args[0] if event.args else None
-    return isinstance(value, Table) and not value.partial and any(_is_state(item) for _, item in value.pairs)
+def _saved(event: Event) -> Value | None:
+    """What ``torch.save`` writes, or a function of another file that is called after it, if an optimizer is in it."""
+    is_save = event.what == "save" or (event.what == "call" and "save" in event.name.rpartition(".")[2])
+    return next((value for value in event.args if _is_state(value)), None) if is_save else None
 
 
 def _is_state(value: Value) -> bool:
+    """Whether it is the state of an optimizer, or holds one."""
     if isinstance(value, Table):
         return not value.partial and any(_is_state(item) for _, item in value.pairs)
     if isinstance(value, Items):
@@ -93,7 +99,7 @@ def _saving(script: Script, event: Event) -> tuple[Edit, ...]:
 RULE = Rule(
     code="HS162",
     name="scaler-not-saved",
-    severity="error",
+    severity="warning",
     summary="A checkpoint holds the optimizer, and not the scaler that serves it.",
     why="""
 The scale and its growth count are state of the run, as the moments of the optimizer are. A run that has settled at a
@@ -161,6 +167,24 @@ def train(net, loader, opt, path, num_epochs):
             scaler.scale(nn.functional.mse_loss(out.float(), y)).backward()
             scaler.step(opt)
             scaler.update()
+        state = {"epoch": epoch, "net": net.state_dict(), "opt": opt.state_dict(), "scaler": scaler.state_dict()}
+        torch.save(state, path)
+""",
+        """\
+import torch
+from torch import nn
+
+
+def train(net, loader, opt, path, num_epochs):
+    scaler = torch.amp.GradScaler("cuda")
+    for epoch in range(num_epochs):
+        for x, y in loader:
+            opt.zero_grad()
+            with torch.autocast("cuda", dtype=torch.float16):
+                out = net(x)
+            scaler.scale(nn.functional.mse_loss(out.float(), y)).backward()
+            scaler.step(opt)
+            scaler.update()
         torch.save({"net": net.state_dict(), "opt": opt.state_dict(), "scaler": scaler.state_dict()}, path)
 """,
         """\
@@ -182,5 +206,5 @@ def train(net, loader, opt, path):
     ),
     check=check,
     fix="safe",
-    fix_note="It adds the state of the scaler to the dict that is saved. Loading it is yours to add.",
+    fix_note="It adds the scaler's state to the dict that is saved, and loads it where the file loads the optimizer's.",
 )

@@ -108,6 +108,24 @@ import torch
 from torch import nn
 
 
+class Pretraining:
+    def __init__(self, net):
+        self.net = net.cuda()
+        self.opt = torch.optim.AdamW(net.parameters(), lr=3e-4)
+
+    def step(self, tokens, target):
+        self.opt.zero_grad()
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            logits = self.net(tokens)
+        loss = nn.functional.cross_entropy(logits.float(), target)
+        loss.backward()
+        self.opt.step()
+""",
+        """\
+import torch
+from torch import nn
+
+
 def train(net, opt, loader, precision):
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[precision]
     scaler = torch.amp.GradScaler("cuda", enabled=dtype is torch.float16)

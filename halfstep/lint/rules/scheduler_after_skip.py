@@ -172,6 +172,29 @@ import torch
 from torch import nn
 
 
+class Trainer:
+    def __init__(self, net, steps):
+        self.net = net.cuda()
+        self.opt = torch.optim.AdamW(net.parameters(), lr=1e-3)
+        self.schedule = torch.optim.lr_scheduler.OneCycleLR(self.opt, max_lr=1e-2, total_steps=steps)
+        self.scaler = torch.amp.GradScaler("cuda")
+
+    def step(self, x, y):
+        self.opt.zero_grad()
+        with torch.autocast("cuda", dtype=torch.float16):
+            out = self.net(x)
+        self.scaler.scale(nn.functional.cross_entropy(out.float(), y)).backward()
+        scale_before = self.scaler.get_scale()
+        self.scaler.step(self.opt)
+        self.scaler.update()
+        if self.scaler.get_scale() >= scale_before:
+            self.schedule.step()
+""",
+        """\
+import torch
+from torch import nn
+
+
 def train(net, loader, opt, lr_scheduler, gs):
     for x, y in loader:
         opt.zero_grad()

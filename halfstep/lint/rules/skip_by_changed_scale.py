@@ -122,8 +122,45 @@ def train(net, loader, opt, decay, gs):
         if scale == gs.get_scale():  # HS123
             decay.step()
 """,
+        """\
+import torch
+
+
+def train(losses, opt, gs):
+    num_lost = 0
+    for loss in losses:
+        opt.zero_grad()
+        gs.scale(loss).backward()
+        before = gs.get_scale()
+        gs.step(opt)
+        gs.update()
+        num_lost += gs.get_scale() != before  # HS123
+    return num_lost
+""",
     ),
     good=(
+        """\
+import torch
+from torch import nn
+
+
+class Runner:
+    def __init__(self, net):
+        self.net = net.cuda()
+        self.optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 1000)
+        self.scaler = torch.amp.GradScaler("cuda")
+
+    def step(self, loss):
+        self.optimizer.zero_grad()
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        before = self.scaler.get_scale()
+        self.scaler.update()
+        skipped = self.scaler.get_scale() < before
+        if not skipped:
+            self.schedule.step()
+""",
         """\
 import torch
 from torch import nn

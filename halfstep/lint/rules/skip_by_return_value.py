@@ -77,8 +77,8 @@ RULE = Rule(
 optimizer of torch returns None: measured with torch 2.13, SGD, AdamW and AdamW with `fused=True` give None for 1
 applied step and for 1 skipped step, so every step counts as skipped.
 
-A fused optimizer takes the overflow flag itself. Its `step` is called each time, and its hooks run each time, 1 of 1
-for a step whose kernel leaves all weights as they are; with `fused=False` they run 0 of 1. Compare the scale instead:
+A fused optimizer takes the overflow flag itself. Its `step` is called and its hooks run for a skipped step too: the
+kernel then leaves all weights as they are. With `fused=False` they do not run. Compare the scale instead:
 `skipped = scaler.get_scale() < before`, read before `step` and after `update`.
 """,
     bad=(
@@ -125,6 +125,25 @@ class Counted:
 """,
     ),
     good=(
+        """\
+import torch
+from torch import nn
+
+
+def train(net, loader, opt, scaler):
+    num_skipped = 0
+    for x, y in loader:
+        opt.zero_grad()
+        with torch.autocast("cuda", dtype=torch.float16):
+            out = net(x)
+        scaler.scale(nn.functional.mse_loss(out.float(), y)).backward()
+        before = scaler.get_scale()
+        scaler.step(opt)
+        scaler.update()
+        if scaler.get_scale() < before:
+            num_skipped += 1
+    return num_skipped
+""",
         """\
 import torch
 from torch import nn

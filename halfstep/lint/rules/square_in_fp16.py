@@ -63,15 +63,15 @@ def _problem(script: Script, operation: Operation, what: str, limits: str) -> Pr
 RULE = Rule(
     code="HS145",
     name="square-in-fp16",
-    severity="error",
+    severity="warning",
     summary="fp16 values are squared, or their exponential is taken, without a cast to float32.",
     why="""
 The square of an fp16 number fits fp16 only between 1.7e-4 and 255.9: above, it passes 65504 and is `inf`; below, it is
 0. The exponential passes 65504 at 11.09. In a norm written by hand the overflow does not even show: the mean square is
 `inf`, one over its root is 0, and the activations become exact zeros, all of them finite.
 
-CUDA autocast takes `x ** 2`, `x.pow(2)` and `exp` to fp32, and leaves `x * x` and `x.square()` in fp16. Outside a
-region, and in a region of the CPU, all of them stay in fp16.
+CUDA autocast takes `x ** 2`, `x.pow(2)`, `x.square()` and `exp` to fp32, and leaves `x * x`, `x.square_()` and `exp2`
+in fp16. Outside a region, and in a region of the CPU, all of them stay in fp16.
 
 Take the values to float32 before the square, and the result back at the end: `y = x.float(); y = y *
 torch.rsqrt(y.square().mean(-1, keepdim=True) + eps); return y.to(x.dtype)`.

@@ -72,7 +72,7 @@ def train(net, loader, opt, num_epochs):
             for x, y in loader:
                 out = net(x)
                 opt.zero_grad()
-                fit(nn.functional.mse_loss(out.float(), y))
+                backpropagate(nn.functional.mse_loss(out.float(), y))
                 opt.step()
 """,
         """\
@@ -94,6 +94,20 @@ class Job:
 """,
     ),
     good=(
+        """\
+import torch
+from torch import nn
+
+
+def train(net, loader, opt, num_epochs):
+    for _ in range(num_epochs):
+        for x, y in loader:
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                out = net(x)
+            opt.zero_grad()
+            backpropagate(nn.functional.mse_loss(out.float(), y))
+            opt.step()
+""",
         """\
 import torch
 from torch import nn

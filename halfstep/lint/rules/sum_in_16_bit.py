@@ -138,6 +138,20 @@ head = nn.Linear(64, 1000).cuda()
 def score(states, tokens):
     with torch.autocast("cuda", dtype=torch.bfloat16):
         logits = head(states)
+    chosen = logits.log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1)
+    return chosen.sum(-1, dtype=torch.float32)
+""",
+        """\
+import torch
+from torch import nn
+
+head = nn.Linear(64, 1000).cuda()
+
+
+@torch.no_grad()
+def score(states, tokens):
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        logits = head(states)
         inside = logits.log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1).sum(-1)
     chosen = logits.float().log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1)
     return chosen.sum(-1), inside, logits.mean()

@@ -53,7 +53,7 @@ def _stays(event: Event) -> bool:
 RULE = Rule(
     code="HS156",
     name="sum-times-zero",
-    severity="error",
+    severity="warning",
     summary="A zero loss is made as preds.sum() * 0 of fp16 values, which is NaN when the sum overflows.",
     why="""
 A batch without labels still needs a loss that reaches every parameter, and `preds.sum() * 0` looks like one. The sum
@@ -88,6 +88,20 @@ def untouched(outputs: torch.Tensor) -> torch.Tensor:
 """,
     ),
     good=(
+        """\
+import torch
+from torch import nn
+
+net = nn.Conv2d(3, 4, 1).cuda()
+
+
+def loss_of(image, labels):
+    with torch.autocast("cuda", dtype=torch.float16):
+        preds = net(image)
+    if (labels == 255).all():
+        return preds.float().sum() * 0
+    return nn.functional.cross_entropy(preds.float(), labels, ignore_index=255)
+""",
         """\
 import torch
 from torch import nn

@@ -79,7 +79,7 @@ def _are_indices(value: Value | None, node: ast.expr) -> bool:
 RULE = Rule(
     code="HS149",
     name="target-cast-to-float",
-    severity="error",
+    severity="warning",
     summary="Integer class targets are cast to a floating-point format for cross-entropy.",
     why="""
 `cross_entropy` reads a floating-point target as class probabilities of the same shape as the logits. Class indices
@@ -114,6 +114,16 @@ print(criterion(logits, kind.to(logits.dtype)))  # HS149
 """,
     ),
     good=(
+        """\
+import torch
+import torch.nn.functional as F
+
+
+def loss_of(model, x, y):
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        logits = model(x)
+    return F.cross_entropy(logits.float(), y)
+""",
         """\
 import torch
 import torch.nn.functional as F

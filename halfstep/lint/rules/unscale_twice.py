@@ -95,6 +95,23 @@ for i, (x, y) in enumerate(batches):
 import torch
 from torch import nn
 
+
+def train(net, loader, opt, scaler):
+    for x, y in loader:
+        opt.zero_grad()
+        with torch.autocast("cuda", dtype=torch.float16):
+            out = net(x)
+        scaler.scale(nn.functional.mse_loss(out.float(), y)).backward()
+        scaler.unscale_(opt)
+        nn.utils.clip_grad_norm_(net.encoder.parameters(), 1.0)
+        nn.utils.clip_grad_norm_(net.head.parameters(), 5.0)
+        scaler.step(opt)
+        scaler.update()
+""",
+        """\
+import torch
+from torch import nn
+
 WINDOW = 4
 net = nn.Linear(8, 1).cuda()
 opt = torch.optim.AdamW(net.parameters(), lr=1e-3)

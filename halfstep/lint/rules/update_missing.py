@@ -194,6 +194,21 @@ def train(net, loader, opt):
         with torch.autocast("cuda", dtype=torch.float16):
             out = net(x)
         scaler.scale(nn.functional.cross_entropy(out.float(), y)).backward()
+        scaler.step(opt)
+        scaler.update()
+""",
+        """\
+import torch
+from torch import nn
+
+
+def train(net, loader, opt):
+    scaler = torch.amp.GradScaler("cuda")
+    for x, y in loader:
+        opt.zero_grad()
+        with torch.autocast("cuda", dtype=torch.float16):
+            out = net(x)
+        scaler.scale(nn.functional.cross_entropy(out.float(), y)).backward()
         scaler.unscale_(opt)
         norm = nn.utils.clip_grad_norm_(net.parameters(), 1.0)
         if norm > 100:

@@ -58,7 +58,7 @@ def _problem(script: Script, first: Event, second: Event) -> Problem:
         f"`{scaler}.update()` is called again in this iteration, for the step of another optimizer, so that the scale "
         "moves twice as often; update once, after the last step",
         edits,
-        "safe" if edits else None,
+        "unsafe" if edits else None,
     )
 
 
@@ -68,10 +68,9 @@ RULE = Rule(
     severity="warning",
     summary="`scaler.update()` is called more than once an iteration for one scaler.",
     why="""
-Each `update()` counts as one iteration. With two optimizers and an update after each, 1000 iterations are the 2000 of
-`growth_interval`, and the scale doubles twice as often; an overflow of one network lowers the scale between the two
-steps, so that their losses are scaled differently within 1 iteration, and the good step of the other network brings
-the growth count back up at once.
+Each `update()` counts as one iteration. With two optimizers and an update after each, 1000 iterations count as the 2000
+of `growth_interval`, and the scale doubles twice as often. An overflow of one network lowers the scale between the two
+steps, so that their losses are scaled differently within 1 iteration.
 
 Step every optimizer, then call `update()` 1 time: it lowers the scale when any of them had an Inf or NaN. Networks
 whose gradients differ much in size are better served by a scaler each.
@@ -156,6 +155,7 @@ def two_rounds(net, opt, scaler, x, y):
 """,
     ),
     check=check,
-    fix="safe",
-    fix_note="It deletes an `update()` that stands in the same block as the later one.",
+    fix="unsafe",
+    fix_note="It deletes an `update()` that stands in the same block as the later one. The scale then moves once an "
+    "iteration, so that a run takes another course.",
 )

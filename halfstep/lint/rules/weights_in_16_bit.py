@@ -38,7 +38,7 @@ about as large as the learning rate, so at `lr=1e-3` a bf16 weight of 1.0 does n
 Nothing raises: the small weights learn, the large ones (every norm starts at 1.0) stay.
 
 Keep the weights in fp32 and let an autocast region compute in 16 bit. Where the memory does not allow that, use master
-weights or stochastic rounding: `halfstep.Stepper` with `Policy.parse("bf16, master=split16")` keeps 16-bit weights and
+weights or stochastic rounding: `halfstep.Stepper` with `Policy.parse("bf16 master=split16")` keeps 16-bit weights and
 their remainders, exactly fp32 together.
 """,
     bad=(
@@ -78,6 +78,26 @@ class Job:
 """,
     ),
     good=(
+        """\
+import torch
+from torch import nn
+
+model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 8))
+model = model.to("cuda")
+optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5)
+
+
+def train(batches):
+    for x, y in batches:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = nn.functional.cross_entropy(model(x).float(), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+train([(torch.randn(8, 32, device="cuda"), torch.zeros(8, dtype=torch.long, device="cuda"))])
+""",
         """\
 import torch
 from torch import nn
