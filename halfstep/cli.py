@@ -322,7 +322,7 @@ def lint(
     ] = None,
     ignore: Annotated[str | None, typer.Option(metavar="LIST", help="Rules to leave out.")] = None,
     exclude: Annotated[
-        str | None, typer.Option(metavar="LIST", help="Globs of files and folders to leave out, as in .gitignore.")
+        str | None, typer.Option(metavar="LIST", help="What to leave out of folders: patterns as in .gitignore.")
     ] = None,
     fix: Annotated[bool, typer.Option("--fix", help="Apply the safe fixes.")] = False,
     unsafe_fixes: Annotated[bool, typer.Option("--unsafe-fixes", help="Apply every fix.")] = False,
@@ -483,7 +483,7 @@ def run(arguments: Sequence[str]) -> int:
         # One that fell into an exec of text, as dataclasses and torch do while they are imported, makes Python end by
         # the signal although it was caught here. The next exec takes that back.
         exec("")
-        return _fail("interrupted before anything had ended; nothing was written", 130)
+        return _fail("interrupted; nothing was left half-written", 130)
     except BrokenPipeError:
         # The reader of our output has gone, as with `halfstep ... | head`.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -192,5 +192,5 @@ def test_interrupt_before_anything_has_ended_says_so(tmp_path):
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=120)
     assert (process.returncode, out) == (130, "")
-    assert err == "halfstep: interrupted before anything had ended; nothing was written\n"
+    assert err == "halfstep: interrupted; nothing was left half-written\n"
     assert not (tmp_path / "r.json").exists()

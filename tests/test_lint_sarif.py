@@ -221,7 +221,8 @@ def test_a_fix_replaces_lines(tmp_path, text, mended):
 
 
 def test_only_the_first_findings_carry_their_fix(tmp_path, monkeypatch):
-    monkeypatch.setattr("halfstep.lint.sarif.MAX_FIXES", 2)
+    """Of a file with 3 characters, two can be opened."""
+    monkeypatch.setattr(sarif, "MAX_CHARACTERS_OPENED", 8)
     asked = []
     findings = [finding(1), *(finding(line, fix="safe") for line in (1, 2, 3))]
     run = run_of(*findings, root=tmp_path, text="a\nb\nc\n", mend=lambda found: asked.append(found) or ["x"])

@@ -190,9 +190,7 @@ class Calls(Libraries):
         turns = [loop.turn for loop in self.loops if isinstance(loop.node, ast.For) and name in _targets(loop.node)]
         value = assumed(arg.arg, uses, arg.annotation, self.names, arg, (*self.ident(arg), *turns))
         if passed is not None and isinstance(value, Object):
-            caller = self.frames[self.frame].values
-            caller.update({name: value for name, known in caller.items() if known is passed})
-            self.heap.update({key: value for key, known in self.heap.items() if known is passed})
+            self.becomes(passed, value)
         return value
 
     def instantiate(self, cls: ast.ClassDef, args: tuple[Value, ...], keywords: Keywords, node: ast.AST) -> Value:

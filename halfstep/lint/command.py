@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import TextIO
 
 from rich.console import Console
 from rich.text import Text
@@ -18,7 +18,7 @@ from halfstep.files import write_whole
 from halfstep.lint.annotations import workflow_commands
 from halfstep.lint.cache import Cache
 from halfstep.lint.catalogue import CANNOT_PARSE, catalogue
-from halfstep.lint.document import UNREADABLE, decode, lint_bytes, lint_python, lint_text, read_source
+from halfstep.lint.document import UNREADABLE, decode, encoding_of, lint_bytes, lint_python, lint_text, read_source
 from halfstep.lint.finding import Finding
 from halfstep.lint.mend import Mended, Rewrite, Rewritten, mend
 from halfstep.lint.notebook import read_notebook
@@ -181,7 +181,7 @@ def _lint_stdin(call: Call) -> int:
     mended = _mend(call, text, file, codes) if _rewritable(call, {file: codes}, found) else Mended(file, text, text)
     if call.diff:
         return _show_difference(call, [mended] if mended.changed else [], found)
-    sys.stdout.write(mended.after)  # what an editor puts in the place of its buffer
+    sys.stdout.buffer.write(mended.after.encode(encoding_of(content)))  # for an editor, in place of its buffer
     left = lint_text(mended.after, file, _rules(codes))
     return _show(call, left, 1, mended.num_fixed, {file: mended.after}, sys.stderr)
 
@@ -227,7 +227,7 @@ def _convert(source: str, file: str) -> Rewritten:
 
 def _show_difference(call: Call, mended: Sequence[Mended], found: Sequence[Finding]) -> int:
     for file in mended:
-        sys.stdout.write(file.difference())
+        _write(sys.stdout, file.difference())
     num_fixed = sum(file.num_fixed for file in mended)
     changes = f"{count_text(len(mended), 'file')} would change"
     fixes = f"; {num_fixed} of {count_text(len(found), 'finding')} would be fixed" if call.fixes else ""
@@ -241,7 +241,7 @@ def _show(
     num_files: int,
     num_fixed: int = 0,
     texts: Texts | None = None,
-    out: IO[str] | None = None,
+    out: TextIO | None = None,
 ) -> int:
     """Print the report in the format asked for, write its JSON, and give the status that it means."""
     out, texts = out or sys.stdout, texts or {}
@@ -252,14 +252,20 @@ def _show(
     elif call.format == "sarif":
         out.write(sarif(report, root, lambda finding: _mended_lines(finding, texts)))
     elif call.format == "github":
-        out.write(workflow_commands(report, root))
+        _write(out, workflow_commands(report, root))
     elif out.isatty():
         report.render(Console(file=out))
     else:
-        print(report, file=out)
+        _write(out, f"{report}\n")
     if call.json_file not in (None, "-"):
         write_whole(str(call.json_file), report.json())
     return int(report.found)
+
+
+def _write(out: TextIO, text: str) -> None:
+    """Source may hold characters that ``out`` has no code for."""
+    encoding = out.encoding or "utf-8"
+    out.write(text.encode(encoding, "backslashreplace").decode(encoding))
 
 
 def _sources(findings: Sequence[Finding], texts: Texts) -> Sources:

@@ -35,8 +35,13 @@ def decode(content: bytes, file: str) -> str:
     """As :func:`read_source`, for what a file named ``file`` holds."""
     if PurePath(file).suffix in (".ipynb", ".json"):
         return content.decode("utf-8-sig")
+    return content.decode(encoding_of(content))
+
+
+def encoding_of(content: bytes) -> str:
+    """What Python takes for the encoding of a source, with its mark if it has one."""
     encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)
-    return content.decode(encoding)
+    return encoding
 
 
 def lint_bytes(content: bytes, file: str, rules: Sequence[Rule]) -> list[Finding]:

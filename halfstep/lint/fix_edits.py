@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -33,12 +34,7 @@ class CannotEdit(Exception):
 def apply_edits(text: str, edits: Sequence[Edit]) -> str:
     """``text`` with all ``edits`` in it, everything else as it was. Raises :class:`CannotEdit`."""
     _refuse_overlaps(edits)
-    try:
-        wrapper = MetadataWrapper(cst.parse_module(text))
-    except (cst.ParserSyntaxError, RecursionError):
-        raise CannotEdit("LibCST cannot read this file") from None
-    if wrapper.module.code != text:
-        raise CannotEdit("LibCST does not give this file back as it was")
+    wrapper = _opened(text)
     editor = _Editor(wrapper)
     for edit in edits:
         if edit.action != "import":
@@ -50,6 +46,17 @@ def apply_edits(text: str, edits: Sequence[Edit]) -> str:
         if edit.action == "import":
             module = add_import(module, edit.code)
     return module.code
+
+
+@lru_cache(maxsize=1)  # most of the time goes here, and the fixes of one file are tried one after the other
+def _opened(text: str) -> MetadataWrapper:
+    try:
+        wrapper = MetadataWrapper(cst.parse_module(text))
+    except (cst.ParserSyntaxError, RecursionError):
+        raise CannotEdit("LibCST cannot read this file") from None
+    if wrapper.module.code != text:
+        raise CannotEdit("LibCST does not give this file back as it was")
+    return wrapper
 
 
 def _refuse_overlaps(edits: Sequence[Edit]) -> None:

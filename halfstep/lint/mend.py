@@ -5,13 +5,13 @@ from __future__ import annotations
 import difflib
 import io
 import os
-import tokenize
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
 from halfstep.errors import HalfstepError
 from halfstep.files import write_whole
+from halfstep.lint.document import encoding_of
 from halfstep.lint.notebook import Notebook, read_notebook
 
 Rewrite = Callable[[str, str], "Rewritten"]
@@ -63,8 +63,7 @@ class Mended:
         """Puts it into the file, in the file's own encoding and with its own rights; a link stays one."""
         path = Path(self.file).resolve()
         content, mode = path.read_bytes(), os.stat(path).st_mode
-        encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)
-        write_whole(path, self.after.encode(encoding))
+        write_whole(path, self.after.encode(encoding_of(content)))
         os.chmod(path, mode)
 
 

@@ -114,6 +114,8 @@ class Objects(Tensors):
             updates = self.updates.get(receiver.ident, 0)
             if name == "scale" and args:
                 result = self._scaled(args[0], receiver, updates, node)
+                if isinstance(args[0], Unknown):
+                    self.becomes(args[0], Tensor(tags=frozenset({"loss"}), node=node))
             elif name == "get_scale":
                 result = Scale(receiver.ident, updates, node)
             elif name == "update":

@@ -12,7 +12,7 @@ from halfstep.lint.values import Ident, Object, Tensor, Unknown, Value
 _SCALER = re.compile(r"scaler", re.I)
 _OPTIMIZER = re.compile(r"(^|_)(opt|optim|optimi[sz]er)s?(_|\d|$)", re.I)
 SCHEDULER = re.compile(r"sched", re.I)
-_MODULE = re.compile(
+MODULE = re.compile(
     r"(^|_)(model|net|network|module|encoder|decoder|generator|discriminator|critic|actor|policy|backbone|student|"
     r"teacher|unet|vae|transformer|classifier)s?(_|\d|$)",
     re.I,
@@ -44,7 +44,7 @@ def assumed(
             kind = "optimizer"
         elif SCHEDULER.search(name) and "step" in uses:
             kind = "scheduler"
-        elif (_MODULE.search(name) and uses & _TRAINS) or {"parameters", "()"} <= uses:
+        elif (MODULE.search(name) and uses & _TRAINS) or {"parameters", "()"} <= uses:
             kind = "module"
         else:
             return None

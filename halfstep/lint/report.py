@@ -13,11 +13,11 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from halfstep.lint.finding import Finding, Severity
+from halfstep.lint.finding import Finding, Safety, Severity
 from halfstep.report import Report, Sheet, Table, count_text
 
 STYLES: Mapping[Severity, str] = {"error": "bold red", "warning": "yellow", "note": "cyan"}
-FIX_FLAGS = {"safe": "--fix", "unsafe": "--unsafe-fixes"}
+FIX_FLAGS: Mapping[Safety, str] = {"safe": "--fix", "unsafe": "--unsafe-fixes"}
 NUM_LINES_AROUND = 2
 MAX_COLUMNS = 120
 """What is shown of a line of source at most; of a longer one, the part around the mistake."""
@@ -133,9 +133,9 @@ def draw(finding: Finding, lines: Sequence[str], width: int | None = None) -> li
 
 def _begin(line: str, start: int, end: int, columns: int) -> int:
     """Where to begin a line so that its characters from ``start`` to ``end`` are seen, or their first ones."""
-    if len(line) <= columns or end <= columns:
+    if len(line) <= columns or end <= columns or start <= columns // 3:
         return 0
-    return min(start, max(start - columns // 3, end - columns, 0)) if end - start < columns else start
+    return min(start, max(start - columns // 3, end - columns)) if end - start < columns else start
 
 
 def _cut(line: str, begin: int, columns: int) -> str:

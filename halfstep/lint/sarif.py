@@ -24,8 +24,9 @@ from halfstep.lint.rule import Rule
 from halfstep.lint.rule_page import rule_page
 
 MAX_RESULTS = 25_000
-MAX_FIXES = 100
-"""How many findings carry their fix. Each is made alone, and LibCST takes up to half a second to open a large file."""
+MAX_CHARACTERS_OPENED = 1_000_000
+"""Findings carry their fix until so much source was rewritten for them: each alone, which takes a second for 100,000
+characters."""
 ROOT = "%SRCROOT%"
 SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 
@@ -40,13 +41,13 @@ def sarif(report: LintReport, root: Path, mend: Mend) -> str:
     rules = sorted({finding.code for finding in findings})
     seen: Counter[str] = Counter()
     results = []
-    num_fixes = 0
+    num_characters = 0
     for finding in findings[:MAX_RESULTS]:
         lines = report.sources.get((finding.file, finding.cell), ())
         result = _result(finding, rules, lines, root, seen)
-        if finding.cell is None and finding.fix is not None and num_fixes < MAX_FIXES:
-            num_fixes += 1
-            if (mended := mend(finding)) is not None:
+        if finding.cell is None and finding.fix is not None:
+            num_characters += sum(map(len, lines))
+            if num_characters <= MAX_CHARACTERS_OPENED and (mended := mend(finding)) is not None:
                 result["fixes"] = [_fix(finding, lines, mended, root)]
         results.append(result)
     run: dict[str, Any] = {

@@ -7,6 +7,7 @@ import re
 
 from halfstep.lint.accumulation import function_of
 from halfstep.lint.event import Event, Path
+from halfstep.lint.parameters import MODULE
 from halfstep.lint.script import Script
 from halfstep.lint.step import is_off
 from halfstep.lint.values import Const, Instance, Object, Value
@@ -59,12 +60,14 @@ def calls_state(script: Script, method: str) -> bool:
     return False
 
 
-def _may_be_scaler(owner: ast.expr) -> bool:
+def _may_be_scaler(owner: ast.AST) -> bool:
     """Whether an object that is not known goes by the name of a scaler, or by one that only the run tells."""
     if isinstance(owner, ast.Call) and isinstance(owner.func, ast.Attribute) and not owner.args:
         return _may_be_scaler(owner.func.value)  # x.float(), x.cpu()
     if isinstance(owner, ast.Subscript) and isinstance(owner.slice, ast.Constant):
         return bool(_NAMED.search(str(owner.slice.value)))
+    if isinstance(owner, ast.Call) and any(MODULE.search(ast.unparse(arg).rpartition(".")[2]) for arg in owner.args):
+        return False  # unwrap(model)
     return isinstance(owner, ast.Call | ast.Subscript) or bool(_NAMED.search(ast.unparse(owner).rpartition(".")[2]))
 
 

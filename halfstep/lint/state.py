@@ -10,7 +10,7 @@ from halfstep.lint.event import Decision, Event, Loop
 from halfstep.lint.formats import devices_among
 from halfstep.lint.names import Names
 from halfstep.lint.relevance import Relevance
-from halfstep.lint.values import Ident, Instance, Object, Value, join
+from halfstep.lint.values import Ident, Instance, Object, Unknown, Value, join
 
 MAX_WORK = 60_000
 """Nodes that one path may evaluate; a longer one is cut off."""
@@ -90,6 +90,13 @@ class State:
     def bind(self, name: str, value: Value) -> None:
         self.frames[self.frame].values[name] = value
         self.forget(name)
+
+    def becomes(self, known: Unknown, value: Value) -> None:
+        """What its use tells about a value that was not known holds for every name of it."""
+        if known.name:
+            values = self.frames[self.frame].values
+            values.update({name: value for name, held in values.items() if held is known})
+            self.heap.update({key: value for key, held in self.heap.items() if held is known})
 
     def forget(self, name: str) -> None:
         """Decisions that read ``name`` hold no longer: it has been assigned."""

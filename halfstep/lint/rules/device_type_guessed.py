@@ -73,7 +73,7 @@ def _problem(script: Script, node: ast.IfExp, subject: ast.expr, kind: str) -> P
     edits = (Edit("replace", script.span(node), right),) if kind == "type" or (kind == "text" and has_torch) else ()
     return Problem(
         node,
-        f"this takes every accelerator but CUDA (mps, xpu, hpu) for the CPU, and autocast covers that: write {right}",
+        f"this takes every accelerator but CUDA (mps, xpu, hpu) for the CPU, and those compute in fp32: write {right}",
         edits,
         "safe" if edits else None,
     )

@@ -18,10 +18,13 @@ _STEPS = {"scaler.step", "scaler.update", "scaler.unscale_", "optimizer.step"}
 def check(script: Script) -> Iterator[Problem]:
     for path in script.paths:
         reported: set[str] = set()
+        alone: set[Decision] = set()
         for event in path:
+            if event.what == "backward":
+                alone = set(event.decisions)  # one rank that trains by itself drifts from nobody
             if event.what not in _STEPS:
                 continue
-            decision = next((d for d in event.decisions if _RANK.search(d.text)), None)
+            decision = next((d for d in event.decisions if _RANK.search(d.text) and d not in alone), None)
             if decision is None or decision.text in reported or _on_both_sides(script, path, event, decision):
                 continue
             reported.add(decision.text)

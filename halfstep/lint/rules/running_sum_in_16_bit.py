@@ -16,7 +16,7 @@ def check(script: Script) -> Iterator[Problem]:
         total = event.receiver
         if not isinstance(total, Tensor) or not total.is_16_bit or "literal" not in total.tags:
             continue
-        if _adds(event) and _outlives(event, total):
+        if _adds(event) and _outlives(event, total) and not _is_canvas(event, total):
             name = "/".join(sorted(total.formats))
             limit = 256 if "bf16" in total.formats else 2048
             yield Problem(
@@ -38,6 +38,14 @@ def _outlives(event: Event, total: Tensor) -> bool:
         return not _holds(event.loops[-1].node, total.node)
     is_attribute = isinstance(event.node, ast.AugAssign) and isinstance(event.node.target, ast.Attribute)
     return is_attribute and event.function is not None and not _holds(event.function, total.node)
+
+
+def _is_canvas(event: Event, total: Tensor) -> bool:
+    """Whether windows are added into a tensor of the shape of the data: few of them meet in one place."""
+    node = event.node
+    if not (isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Subscript) and total.node is not None):
+        return False
+    return any(isinstance(part, ast.Attribute) and part.attr in {"shape", "size"} for part in ast.walk(total.node))
 
 
 def _holds(place: ast.AST, node: ast.AST | None) -> bool:
