@@ -24,3 +24,13 @@ def test_python_of_a_page_passes(page):
     # The blocks of a page are one program, as tests/test_docs.py runs them.
     text = "\n".join(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.S | re.M))
     assert [f"{f.line} {f.code} {f.message}" for f in lint_text(text, f"{page.stem}.py", all_rules())] == []
+
+
+def test_the_finding_of_the_readme_is_one(capsys, monkeypatch, tmp_path):
+    (rule,) = [rule for rule in all_rules() if rule.code == "HS101"]
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(rule.bad[0].replace("  # HS101", ""))
+    assert run(["lint", "train.py"]) == 1
+    printed = {line.strip() for line in capsys.readouterr().out.splitlines()}
+    (shown,) = re.findall(r"^```output\n(.*?)^```", (ROOT / "README.md").read_text(), re.S | re.M)
+    assert {line.strip() for line in shown.splitlines()} <= printed

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 
 from halfstep.lint.accumulation import windows
 from halfstep.lint.event import Event, Path, comparable
@@ -57,7 +58,7 @@ def _step_before(event: Event, stepped: list[Event]) -> Event | None:
     """The ``scaler.step`` of the same turn that the schedule follows without asking; None when it asks."""
     if event.args or event.keywords:
         return None  # it is told where it stands
-    schedule = event.receiver
+    event, schedule = _without_presence(event), event.receiver
     optimizer = schedule.argument("optimizer", 0) if isinstance(schedule, Object) else None
     for step in reversed(stepped):
         if step.loops != event.loops[: len(step.loops)] or not comparable(step, event):
@@ -67,6 +68,13 @@ def _step_before(event: Event, stepped: list[Event]) -> Event | None:
         asked = set(event.decisions) - set(step.decisions)
         return step if all(decision.is_mode and not _SKIP.search(decision.text) for decision in asked) else None
     return None
+
+
+def _without_presence(event: Event) -> Event:
+    """``event`` without the question whether there is a schedule at all: ``if scheduler is not None``."""
+    owner = ast.unparse(event.node.func.value)  # type: ignore[attr-defined]
+    decisions = tuple(d for d in event.decisions if d.text not in {owner, f"{owner} is not None"})
+    return replace(event, decisions=decisions)
 
 
 def _mended(script: Script, path: Path, step: Event, event: Event) -> tuple[Edit, ...]:

@@ -1,0 +1,30 @@
+import torch
+from torch import nn
+
+
+class Answerer:
+    def __init__(self, args, reader):
+        self.args = args
+        self.reader = reader.cuda()
+        self.adam = torch.optim.AdamW(self.reader.parameters(), lr=args.lr)
+        self.warmup = torch.optim.lr_scheduler.LinearLR(self.adam) if args.warmup else None
+        self.scaler = torch.amp.GradScaler("cuda")
+
+    def train(self, questions):
+        for question, answer in questions:
+            self.adam.zero_grad()
+            with torch.autocast("cuda", dtype=torch.float16, enabled=self.args.half):
+                scores = self.reader(question.cuda())
+            loss = nn.functional.cross_entropy(scores.float(), answer.cuda())
+            if self.args.half:
+                self.scaler.scale(loss).backward()
+                scale = self.scaler.get_scale()
+                self.scaler.step(self.adam)
+                self.scaler.update()
+                applied = self.scaler.get_scale() >= scale
+            else:
+                loss.backward()
+                self.adam.step()
+                applied = True
+            if self.warmup is not None and applied:
+                self.warmup.step()
