@@ -188,19 +188,19 @@ def _with_callers(names: set[str], calls: dict[str, set[str]]) -> frozenset[str]
 
 
 def _called(call: ast.Call) -> str:
-    return _last_name(call.func)
+    return last_name(call.func)
 
 
 def _stepped(call: ast.Call) -> str:
     """The last name of the optimizer that ``scaler.step(opt)`` or ``unscale_`` is handed; "" for another call."""
     if not isinstance(call.func, ast.Attribute) or call.func.attr not in {"step", "unscale_"} or not call.args:
         return ""
-    scaler, optimizer = _last_name(call.func.value), _last_name(call.args[0])
+    scaler, optimizer = last_name(call.func.value), last_name(call.args[0])
     is_scaler = call.func.attr == "unscale_" or "scal" in scaler.lower() or _OPTIMIZER.search(optimizer)
     return optimizer if is_scaler else ""
 
 
-def _last_name(node: ast.expr) -> str:
+def last_name(node: ast.expr) -> str:
     return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
 
 

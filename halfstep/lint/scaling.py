@@ -65,7 +65,7 @@ def _may_be_scaler(owner: ast.AST) -> bool:
     if isinstance(owner, ast.Call) and isinstance(owner.func, ast.Attribute) and not owner.args:
         return _may_be_scaler(owner.func.value)  # x.float(), x.cpu()
     if isinstance(owner, ast.Subscript) and isinstance(owner.slice, ast.Constant):
-        return bool(_NAMED.search(str(owner.slice.value)))
+        return not MODULE.search(str(owner.slice.value))
     if isinstance(owner, ast.Call) and any(MODULE.search(ast.unparse(arg).rpartition(".")[2]) for arg in owner.args):
         return False  # unwrap(model)
     return isinstance(owner, ast.Call | ast.Subscript) or bool(_NAMED.search(ast.unparse(owner).rpartition(".")[2]))

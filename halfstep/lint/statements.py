@@ -10,6 +10,7 @@ from dataclasses import replace
 from halfstep.lint.conditions import Break, Conditions, Continue, Left, Raise, Return
 from halfstep.lint.event import Loop
 from halfstep.lint.expressions import element_of
+from halfstep.lint.relevance import last_name
 from halfstep.lint.values import (
     NONE,
     UNKNOWN,
@@ -128,7 +129,7 @@ class Run(Conditions):
         load = ast.copy_location(_loaded(node.target), node.target)
         left, right = self.value(load), self.value(node.value)
         if isinstance(left, Const) and isinstance(left.value, int | float) and self._counts(node.target):
-            left = Unknown(_last_name(node.target))  # the second turn of a loop is not its last
+            left = Unknown(last_name(node.target))  # the second turn of a loop is not its last
         self.assign(node.target, self.operate(node, node.op, left, right), node)
 
     def _counts(self, target: ast.expr) -> bool:
@@ -160,7 +161,7 @@ class Run(Conditions):
 
     def _is_optimizer(self, target: ast.expr, value: ast.expr) -> bool:
         """Whether ``scaler.step(target)`` tells what another file made, or passed to a constructor."""
-        if _last_name(target) not in self.relevance.stepped:
+        if last_name(target) not in self.relevance.stepped:
             return False
         function = self.functions[-1] if self.functions else None
         is_passed = isinstance(target, ast.Attribute) and getattr(function, "name", "") == "__init__"
@@ -396,7 +397,3 @@ def _makes(node: ast.expr) -> bool:
     while isinstance(node, ast.Subscript):
         node = node.value
     return isinstance(node, ast.Call)
-
-
-def _last_name(target: ast.expr) -> str:
-    return getattr(target, "id", "") or getattr(target, "attr", "")

@@ -53,8 +53,8 @@ FP32 = frozenset(
     "softmax log_softmax cumprod cumsum prod sum norm "
     "interpolate normalize square".split()
 )
-"""Take their input to fp32 in a CUDA region. (softmax to norm: when no dtype is passed; the last three by what they call:
-upsample_*, norm and pow.)"""
+"""Take their input to fp32 in a CUDA region. (softmax to norm: when no dtype is passed; the last three by what they
+call: upsample_*, norm and pow.)"""
 
 LOSSES = frozenset(
     "poisson_nll_loss cosine_embedding_loss nll_loss hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss "

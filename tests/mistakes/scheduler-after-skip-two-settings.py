@@ -18,6 +18,9 @@ class Answerer:
             loss = nn.functional.cross_entropy(scores.float(), answer.cuda())
             if self.args.half:
                 self.scaler.scale(loss).backward()
+                if self.args.max_grad_norm > 0:
+                    self.scaler.unscale_(self.adam)
+                    nn.utils.clip_grad_norm_(self.reader.parameters(), self.args.max_grad_norm)
                 self.scaler.step(self.adam)
                 self.scaler.update()
             else:

@@ -16,7 +16,11 @@ from halfstep.lint.script import Script
 from halfstep.lint.step import optimizer_of
 from halfstep.lint.values import Object, Scale
 
-_FINITE = re.compile(r"isfinite|isnan|isinf|inf|nan|norm", re.I)
+_FINITE = re.compile(
+    r"isfinite|isnan|isinf|(?<![a-z])(inf|nan)(?![a-z])|(?<!max_)(?<!clip_)(?<!max_grad_)(?<!clip_grad_)norm(?!al|_clip)",
+    re.I,
+)
+"""A question about the gradients; ``max_grad_norm > 0`` is one about a setting."""
 _SKIP = re.compile(r"skip|over_?flow|applied|stepped|found_inf|success", re.I)
 
 
