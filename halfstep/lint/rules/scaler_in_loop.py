@@ -50,14 +50,17 @@ def _is_passed_each_epoch(optimizer: Object, scaler: Event) -> bool:
     if not isinstance(function, ast.FunctionDef):
         return False
     named = {arg.arg: arg for arg in (*function.args.args, *function.args.kwonlyargs)}
-    counted = {  # range(epoch): how many there are
-        part.id
+    return "epoch" in named and optimizer.node in named.values() and not _is_counted("epoch", function)
+
+
+def _is_counted(name: str, function: ast.FunctionDef) -> bool:
+    """Whether a parameter is how many there are, as in ``range(epoch)``."""
+    return any(
+        isinstance(part, ast.Name) and part.id == name
         for loop in ast.walk(function)
         if isinstance(loop, ast.For)
         for part in ast.walk(loop.iter)
-        if isinstance(part, ast.Name)
-    }
-    return optimizer.node in named.values() and "epoch" in named.keys() - counted
+    )
 
 
 RULE = Rule(
