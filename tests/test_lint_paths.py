@@ -324,6 +324,7 @@ def test_before_is_what_the_module_made():
         ("y = torch.arange(4)", {"int"}),
         ("y = torch.ones(3).half() > 0", {"bool"}),
         ("y = unknown(3)", set()),
+        ("y = torch.ones(3).half().to(net(x).dtype)", set()),
         ("with torch.autocast('cuda', dtype=torch.float16):\n    y = net(x)", {"fp16"}),
         ("with torch.autocast('cuda', dtype=torch.float16):\n    y = x @ x", {"fp16"}),
         ("with torch.autocast('cuda', dtype=torch.float16):\n    y = (x @ x).softmax(-1)", {"fp32"}),
@@ -423,3 +424,74 @@ def test_places_count_characters():
     found = script("s = 'ä€'; opt.step()", head=HEAD)
     span = found.span(site(found, "optimizer.step").node)
     assert found.lines[span.line - 1][span.column : span.end_column] == "opt.step()"
+
+
+# -- what both sides of a condition leave behind --
+
+
+def test_a_condition_answers_its_opposite():
+    found = orders("""
+        def train(loss, gs):
+            if other is None:
+                loss.backward()
+            if other is not None:
+                opt.step()
+        train(loss, scaler)
+    """)
+    assert found == [["backward"], ["step"]]
+
+
+def test_a_value_after_a_condition_may_be_either():
+    assert worth("y = torch.ones(2)\nif verbose:\n    y = y.half()\nshow(y)").formats == {"fp16", "fp32"}
+    assert worth("y = torch.ones(2)\nif verbose:\n    y = y.half()\nelse:\n    y = y.half()\nshow(y)").formats == {
+        "fp16"
+    }
+
+
+def test_none_gives_way_to_what_else_it_may_be():
+    for text in ("y = torch.ones(2) if verbose else None", "y = None if verbose else torch.ones(2)"):
+        assert worth(f"{text}\nshow(y)").formats == {"fp32"}
+
+
+def test_what_a_handler_returns_is_no_result_of_a_step():
+    value = worth("""
+        def read(x):
+            try:
+                y = x.half()
+            except ValueError:
+                return x.double()
+            return y
+        show(read(torch.ones(2)))
+    """)
+    assert value.formats == {"fp16"}
+
+
+def test_the_else_of_a_loop_is_left_out_after_a_break():
+    text = """
+        for x in batches:
+            loss.backward()
+            {}
+        else:
+            opt.step()
+    """
+    assert orders(text.format("break")) == [["backward"]]
+    assert orders(text.format("continue")) == [["backward", "backward", "step"]]
+
+
+def test_a_term_that_is_divided_does_not_divide_the_loss():
+    for sign in "+-":
+        value = worth(f"y = nn.functional.mse_loss(net(x), t) {sign} net(x).mean() / 4\nshow(y)")
+        assert "divided" not in value.tags
+    assert "divided" in worth("y = net(x).mean() / 4 - net(x).mean() / 4\nshow(y)").tags
+
+
+def test_a_region_that_a_function_leaves_open_ends_with_it():
+    found = script("""
+        def run(x):
+            region = torch.autocast("cuda", dtype=torch.float16)
+            region.__enter__()
+            return net(x)
+        run(x)
+        net(x)
+    """)
+    assert [event.region is not None for event in found.paths[0] if event.what == "forward"] == [True, False]
