@@ -141,7 +141,7 @@ def _ending(
     for decision in path.decisions:  # `if (i + 1) % n: continue`
         node = decision.node
         if isinstance(node, ast.If) and not decision.taken and isinstance(node.body[-1], ast.Continue | ast.Return):
-            after = step.function is function_of(script, node) and step.node.lineno > node.lineno  # type: ignore[attr-defined]
+            after = step.function is script.function(node) and step.node.lineno > node.lineno  # type: ignore[attr-defined]
             period = periods.of(node.test, node) if after and _loop_of(node, step.loops) is turn.loop else None
             if period is not None and not period.at_end:
                 return node, period
@@ -209,14 +209,6 @@ def _end(node: ast.AST) -> tuple[int, int]:
     return node.end_lineno, node.end_col_offset  # type: ignore[attr-defined]
 
 
-def function_of(script: Script, node: ast.AST) -> ast.AST | None:
-    """The function that ``node`` stands in; None at the level of the module."""
-    parent = script.parents.get(node)
-    while parent is not None and not isinstance(parent, ast.FunctionDef | ast.AsyncFunctionDef):
-        parent = script.parents.get(parent)
-    return parent
-
-
 class Periods:
     """Reads conditions of a source as periods, through names that were assigned once."""
 
@@ -228,7 +220,7 @@ class Periods:
             assert isinstance(node, ast.Assign)
             for target in node.targets:
                 if isinstance(target, ast.Name):
-                    self._assigned.setdefault((function_of(script, node), target.id), []).append(node.value)
+                    self._assigned.setdefault((script.function(node), target.id), []).append(node.value)
                 if isinstance(node.value, ast.Constant) and node.value.value == 0:
                     self._zeroed.append((node, ast.unparse(target)))
         self.loops = list(script.walk(ast.For, ast.AsyncFor, ast.While))
@@ -255,7 +247,7 @@ class Periods:
         if isinstance(test, ast.BinOp) and isinstance(test.op, ast.Mod):
             return Period(test.left, test.right, at_end=False)
         if isinstance(test, ast.Name) and depth < 3:
-            values = self._assigned.get((function_of(self._script, around), test.id), [])
+            values = self._assigned.get((self._script.function(around), test.id), [])
             return self._read(values[0], around, depth + 1) if len(values) == 1 else None
         return None
 

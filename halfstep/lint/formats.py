@@ -13,17 +13,11 @@ UNSURE_16 = frozenset({"16 bit"})
 
 def format_of(dtype: Value | None) -> frozenset[str]:
     """The formats that a dtype argument may mean; empty when that is not known."""
-    names = options(dtype)
-    found = frozenset(
-        vocabulary.FORMATS[name.qualified]
-        for name in names
-        if isinstance(name, Name) and name.qualified in vocabulary.FORMATS
-    )
-    return (
-        found
-        if len(names) and all(isinstance(n, Name) and n.qualified in vocabulary.FORMATS for n in names)
-        else frozenset()
-    )
+    found = [
+        vocabulary.FORMATS.get(option.qualified) if isinstance(option, Name) else None for option in options(dtype)
+    ]
+    known = frozenset(format for format in found if format is not None)
+    return known if None not in found else frozenset()
 
 
 def devices_of(value: Value | None) -> frozenset[str]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from halfstep.lint.names import last_name
 from halfstep.lint.script import Script
 
 Loop = ast.For | ast.AsyncFor | ast.While
@@ -103,9 +103,9 @@ def find_parts(script: Script, loop: Loop) -> Parts:
     """The objects of ``loop``. Raises :class:`NotUnderstood`."""
     _refuse_influence(script)
     scope = next(
-        n for n in ancestors(script, loop) if isinstance(n, ast.Module | ast.FunctionDef | ast.AsyncFunctionDef)
+        n for n in script.ancestors(loop) if isinstance(n, ast.Module | ast.FunctionDef | ast.AsyncFunctionDef)
     )
-    for around in ancestors(script, loop):
+    for around in script.ancestors(loop):
         entered = [item.context_expr for item in around.items] if isinstance(around, ast.With) else []
         for context in (*entered, *getattr(around, "decorator_list", ())):
             if (script.names.qualified(_function(context)) or "").startswith("torch."):
@@ -147,7 +147,7 @@ def _refuse_influence(script: Script) -> None:
         if script.names.imports(engine):
             raise NotUnderstood(script.tree, f"{engine} has a part in the step")
     for node in script.walk(ast.Attribute, ast.Name):
-        name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+        name = last_name(node)
         is_meant = isinstance(node, ast.Attribute) or name == "DataParallel"
         if name == "compile":
             is_meant &= script.names.qualified(node) in (None, "torch.compile")
@@ -165,7 +165,7 @@ def _definition(parts: Parts, name: str, use: ast.AST) -> ast.Assign:
     statement = parts.script.parents[bound[0]]
     if not isinstance(statement, ast.Assign) or not isinstance(statement.value, ast.Call) or len(statement.targets) > 1:
         raise NotUnderstood(bound[0], f"{name} is not made by a call")
-    chain = [parts.loop, *ancestors(parts.script, parts.loop)]
+    chain = [parts.loop, *parts.script.ancestors(parts.loop)]
     owner = parts.script.parents[statement]
     inner = chain[chain.index(owner) - 1] if owner in chain else None
     if inner is None or isinstance(owner, Loop) or not _comes_before(owner, statement, inner):
@@ -253,17 +253,10 @@ def _check_uses(parts: Parts) -> None:
 
 def _function_of(script: Script, node: ast.AST) -> ast.AST:
     kinds = (ast.Module, ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
-    return next(around for around in ancestors(script, node) if isinstance(around, kinds))
+    return next(around for around in script.ancestors(node) if isinstance(around, kinds))
 
 
 # Nodes.
-
-
-def ancestors(script: Script, node: ast.AST) -> Iterator[ast.AST]:
-    """What stands around ``node``, from the inside out."""
-    while node in script.parents:
-        node = script.parents[node]
-        yield node
 
 
 def stores(scope: ast.AST, name: str) -> list[ast.Name]:

@@ -143,13 +143,11 @@ class _File:
 
     def _is_guarded(self, node: ast.AST) -> bool:
         """Whether it stands where an old torch is provided for: under a test of the version, in an ``except``."""
-        while node in self.parents:
-            node = self.parents[node]
-            if isinstance(node, ast.ExceptHandler):
-                return True
-            if isinstance(node, ast.If | ast.IfExp) and GUARD.search(ast.unparse(node.test)):
-                return True
-        return False
+        return any(
+            isinstance(around, ast.ExceptHandler)
+            or (isinstance(around, ast.If | ast.IfExp) and bool(GUARD.search(ast.unparse(around.test))))
+            for around in self.script.ancestors(node)
+        )
 
     def _is_put_to_use(self, node: ast.expr) -> bool:
         """Whether something is made of it. A list or a comparison of names, as compilers have, is no fault."""

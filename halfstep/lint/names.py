@@ -124,6 +124,11 @@ class Names:
             pending.extend((child, scope) for child in reversed(list(ast.iter_child_nodes(node))))
 
 
+def last_name(node: ast.AST) -> str:
+    """The name of a Name, the last of a chain of attributes; "" for everything else."""
+    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+
+
 @lru_cache(16384)
 def canonical(name: str) -> str:
     """One name for what a library offers under several: ``torch.autocast`` and ``torch.nn.functional``."""

@@ -7,7 +7,7 @@ from collections import deque
 from contextlib import suppress
 
 from halfstep.lint.event import Event, Path
-from halfstep.lint.names import Names
+from halfstep.lint.names import Names, last_name
 from halfstep.lint.relevance import Relevance
 from halfstep.lint.state import CutOff, State
 from halfstep.lint.statements import Run
@@ -103,8 +103,4 @@ def _methods(cls: ast.ClassDef | None) -> list[Definition]:
 
 
 def _called_names(tree: ast.Module) -> set[str]:
-    found = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call):
-            found.add(node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", ""))
-    return found
+    return {last_name(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}

@@ -6,6 +6,8 @@ import ast
 import re
 from functools import lru_cache
 
+from halfstep.lint.names import last_name
+
 _ORDER_METHODS = frozenset(
     "backward manual_backward step update unscale_ zero_grad scale clip_grad_norm_ clip_grad_value_ clip_gradients "
     "clip_grad_norm state_dict load_state_dict save save_state save_checkpoint optimizer_step lr_scheduler_step "
@@ -44,7 +46,7 @@ class Relevance:
         relevant, worth, counters, evident = set(), set(), set(), set()
         for node in ast.walk(tree):
             if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add | ast.Sub):
-                counters.add(getattr(node.target, "id", "") or getattr(node.target, "attr", ""))
+                counters.add(last_name(node.target))
             elif isinstance(node, ast.Call):
                 self.stepped.add(_stepped(node))
             elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -198,10 +200,6 @@ def _stepped(call: ast.Call) -> str:
     scaler, optimizer = last_name(call.func.value), last_name(call.args[0])
     is_scaler = call.func.attr == "unscale_" or "scal" in scaler.lower() or _OPTIMIZER.search(optimizer)
     return optimizer if is_scaler else ""
-
-
-def last_name(node: ast.expr) -> str:
-    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
 
 
 def _orders(node: ast.AST) -> bool:

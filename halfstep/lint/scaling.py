@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import re
 
-from halfstep.lint.accumulation import function_of
 from halfstep.lint.event import Event, Path
 from halfstep.lint.parameters import MODULE
 from halfstep.lint.script import Script
@@ -73,7 +72,7 @@ def _may_be_scaler(owner: ast.AST) -> bool:
 
 def spelled(script: Script, node: ast.AST) -> str | None:
     """How code at ``node`` can call the scaler that the source trains with; None when that is not sure."""
-    function = function_of(script, node)
+    function = script.function(node)
     parameter = _parameter(function)
     if parameter is not None:
         return parameter
@@ -86,8 +85,8 @@ def spelled(script: Script, node: ast.AST) -> str | None:
         )
         if used_scaler(event) is None or owner is None:
             continue
-        text, used_in = ast.unparse(owner), function_of(script, owner)
-        outer = {function, function_of(script, function)} if function is not None else {None}
+        text, used_in = ast.unparse(owner), script.function(owner)
+        outer = {function, script.function(function)} if function is not None else {None}
         is_own = text.startswith("self.") and _class_of(script, function) is _class_of(script, used_in) is not None
         if is_own or (isinstance(owner, ast.Name) and used_in in outer):
             found.add(text)

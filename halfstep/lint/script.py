@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from itertools import chain
+from typing import Any, TypeVar
 
 from halfstep.lint.event import Event, Path
 from halfstep.lint.finding import Span
@@ -17,6 +18,9 @@ LINE_BREAK = re.compile("\r\n|\r|\n")
 """What ends a line for Python; str.splitlines knows others, such as a form feed."""
 
 
+Derived = TypeVar("Derived")
+
+
 class Script:
     """A Python source. Raises SyntaxError or ValueError for a text that Python cannot parse."""
 
@@ -24,6 +28,7 @@ class Script:
         self.text, self.file = text, file
         self.tree = ast.parse(text, file)
         self.lines = LINE_BREAK.split(text)
+        self._derived: dict[Callable[[Script], Any], Any] = {}
 
     @cached_property
     def names(self) -> Names:
@@ -48,6 +53,12 @@ class Script:
     def is_complete(self) -> bool:
         """Whether every path was followed; a rule that concludes from an absence asks."""
         return self._followed.complete
+
+    def once(self, derive: Callable[[Script], Derived]) -> Derived:
+        """What ``derive`` makes of this script, made once for all rules that ask for it."""
+        if derive not in self._derived:
+            self._derived[derive] = derive(self)
+        return self._derived[derive]  # type: ignore[no-any-return]
 
     def has(self, what: str) -> bool:
         """Whether an event of this kind happens anywhere."""
@@ -86,6 +97,17 @@ class Script:
     def parents(self) -> dict[ast.AST, ast.AST]:
         """The node around each node."""
         return {child: node for node in self._nodes for child in ast.iter_child_nodes(node)}
+
+    def ancestors(self, node: ast.AST) -> Iterator[ast.AST]:
+        """What stands around ``node``, from the inside out."""
+        while node in self.parents:
+            node = self.parents[node]
+            yield node
+
+    def function(self, node: ast.AST) -> ast.AST | None:
+        """The function that ``node`` stands in; None at the level of the module."""
+        kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+        return next((around for around in self.ancestors(node) if isinstance(around, kinds)), None)
 
     def statement(self, node: ast.AST) -> ast.stmt:
         """The statement that ``node`` is part of."""

@@ -10,7 +10,7 @@ from dataclasses import replace
 from halfstep.lint.conditions import Break, Conditions, Continue, Left, Raise, Return
 from halfstep.lint.event import Loop
 from halfstep.lint.expressions import element_of
-from halfstep.lint.relevance import last_name
+from halfstep.lint.names import last_name
 from halfstep.lint.values import (
     NONE,
     UNKNOWN,

@@ -23,7 +23,6 @@ from halfstep.lint.loop_parts import (
     SCALERS,
     Loop,
     NotUnderstood,
-    ancestors,
     called_on,
     find_parts,
     is_wrapped,
@@ -81,7 +80,7 @@ def _places(script: Script) -> Iterator[Loop | ast.Call]:
         if called_on(call, ("stepper",), "backward"):
             continue
         place: Loop | ast.Call = call
-        for around in ancestors(script, call):
+        for around in script.ancestors(call):
             if isinstance(around, Loop):
                 place = around
             if isinstance(around, Loop | ast.FunctionDef | ast.AsyncFunctionDef):

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from halfstep.lint import vocabulary
 from halfstep.lint.event import Event, Path
 from halfstep.lint.formats import format_of
+from halfstep.lint.script import Script
 from halfstep.lint.values import Const, Ident, Instance, Items, Object, Parameters, Table, Tensor, Value
 
 PLAIN_OPTIMIZERS = ("torch.optim.", "bitsandbytes.optim.")
@@ -58,6 +59,11 @@ class Formats:
         """The 16-bit formats that a module's trainable weights are in, and the event that put them there."""
         known = self._cast.get(ident)
         return known if known is not None and known[0] <= {"fp16", "bf16"} and ident not in self._frozen else None
+
+
+def all_trained(script: Script) -> list[Trained]:
+    """Every optimizer of every path of a source that trains 16-bit weights; for ``script.once``."""
+    return [trained for path in script.paths for trained in trained_in_16_bit(path)]
 
 
 def trained_in_16_bit(path: Path) -> Iterator[Trained]:

@@ -8,7 +8,7 @@ from halfstep.formats import get_format
 from halfstep.lint.rule import Problem, Rule
 from halfstep.lint.script import Script
 from halfstep.lint.values import Const
-from halfstep.lint.weights import Trained, trained_in_16_bit
+from halfstep.lint.weights import Trained, all_trained
 
 _EPS = {
     "torch.optim.Adam": (3, 1e-8),
@@ -22,16 +22,15 @@ _EPS = {
 
 
 def check(script: Script) -> Iterator[Problem]:
-    for path in script.paths:
-        for trained in trained_in_16_bit(path):
-            if not eps_vanishes(trained) or (trained.step is None and _is_stepped_by_scaler(script, trained)):
-                continue
-            made = trained.made
-            yield Problem(
-                made.node,
-                f"eps={_eps(trained):g} is zero in fp16, the format of these weights: a gradient of zero divides 0 by "
-                "0 and makes its weight NaN; keep the weights in fp32, or pass eps=1e-4",
-            )
+    for trained in script.once(all_trained):
+        if not eps_vanishes(trained) or (trained.step is None and _is_stepped_by_scaler(script, trained)):
+            continue
+        made = trained.made
+        yield Problem(
+            made.node,
+            f"eps={_eps(trained):g} is zero in fp16, the format of these weights: a gradient of zero divides 0 by "
+            "0 and makes its weight NaN; keep the weights in fp32, or pass eps=1e-4",
+        )
 
 
 def _is_stepped_by_scaler(script: Script, trained: Trained) -> bool:

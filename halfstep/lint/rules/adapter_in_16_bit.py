@@ -10,7 +10,7 @@ from halfstep.lint.rule import Problem, Rule
 from halfstep.lint.script import Script
 from halfstep.lint.values import Items, Tensor
 from halfstep.lint.vocabulary import is_module_base
-from halfstep.lint.weights import inherits_format, trained_in_16_bit
+from halfstep.lint.weights import all_trained, inherits_format
 
 _INHERITED = (
     "the trainable weights of this adapter take over the format of the frozen base, 16 bit in this file: keep them in "
@@ -25,10 +25,9 @@ def check(script: Script) -> Iterator[Problem]:
         assert isinstance(cls, ast.ClassDef)
         if any(is_module_base(script.names.qualified(base) or "") for base in cls.bases):
             yield from _inherited(script, cls)
-    for path in script.paths:
-        for trained in trained_in_16_bit(path):
-            if inherits_format(trained.cast):
-                yield Problem(trained.cast, _INHERITED)
+    for trained in script.once(all_trained):
+        if inherits_format(trained.cast):
+            yield Problem(trained.cast, _INHERITED)
     averaged = any(
         event.what in {"tensor.mul_", "tensor.lerp_"} or event.name in {"mul_", "lerp_"}
         for event in script.sites

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from halfstep.lint.accumulation import function_of
 from halfstep.lint.event import Event
 from halfstep.lint.finding import Edit
 from halfstep.lint.rule import Problem, Rule
@@ -42,12 +41,11 @@ def _turns_on(event: Event) -> bool:
 
 def _depends(script: Script, node: ast.AST) -> bool:
     """Whether a switch decides about it."""
-    function = function_of(script, node)
-    parent = script.parents.get(node)
-    while parent is not None and parent is not function:
-        if isinstance(parent, ast.If | ast.IfExp):
-            return "__name__" not in ast.unparse(parent.test)
-        parent = script.parents.get(parent)
+    for around in script.ancestors(node):
+        if isinstance(around, ast.If | ast.IfExp):
+            return "__name__" not in ast.unparse(around.test)
+        if isinstance(around, ast.FunctionDef | ast.AsyncFunctionDef):
+            break
     return False
 
 

@@ -19,7 +19,7 @@ def check(script: Script) -> Iterator[Problem]:
     if not queries or not _serves_others(script):
         return
     for node in queries:
-        function = _function(script, node)
+        function = script.function(node)
         if not _decides(script, node) or _is_about_cuda(script, node) or _asks_others(script, function):
             continue
         device = _device_at_hand(script, function)
@@ -64,7 +64,7 @@ def _asks_with_device(script: Script, node: ast.AST) -> bool:
 
 def _asks_others(script: Script, function: ast.AST | None) -> bool:
     """Whether the same function asks about another device by a name of its own."""
-    return any(_function(script, node) is function for node in script.calls(*_ASK_OTHERS))
+    return any(script.function(node) is function for node in script.calls(*_ASK_OTHERS))
 
 
 def _serves_others(script: Script) -> bool:
@@ -83,12 +83,6 @@ def _serves_others(script: Script) -> bool:
     return False
 
 
-def _function(script: Script, node: ast.AST) -> ast.AST | None:
-    while node in script.parents and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-        node = script.parents[node]
-    return None if isinstance(node, ast.Module) else node
-
-
 def _device_at_hand(script: Script, function: ast.AST | None) -> str:
     """``x.device``, where the function reads it of exactly one of its parameters; "" otherwise."""
     if not isinstance(function, ast.FunctionDef):
@@ -101,7 +95,7 @@ def _device_at_hand(script: Script, function: ast.AST | None) -> str:
         and node.attr == "device"
         and isinstance(node.value, ast.Name)
         and node.value.id in parameters - {"self"}
-        and _function(script, node) is function
+        and script.function(node) is function
     }
     return f"{found.pop()}.device" if len(found) == 1 else ""
 

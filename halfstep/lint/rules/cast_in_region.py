@@ -107,21 +107,9 @@ def _last_value(script: Script, name: ast.Name, forward: Event) -> ast.expr | No
         assert isinstance(node, ast.Assign)
         if any(isinstance(target, ast.Name) and target.id == name.id for target in node.targets):
             is_before = node.lineno < forward.node.lineno  # type: ignore[attr-defined]
-            if (
-                is_before
-                and _function(script, node) is forward.function
-                and (last is None or node.lineno > last.lineno)
-            ):
+            if is_before and script.function(node) is forward.function and (last is None or node.lineno > last.lineno):
                 last = node
     return None if last is None else last.value
-
-
-def _function(script: Script, node: ast.AST) -> ast.AST | None:
-    while node in script.parents:
-        node = script.parents[node]
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            return node
-    return None
 
 
 def _is_called(node: ast.Call, script: Script) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from halfstep.lint.accumulation import Window, encloses, in_turn, is_step, stepped_by, windows
 from halfstep.lint.event import Event
+from halfstep.lint.names import last_name
 from halfstep.lint.rule import Problem, Rule
 from halfstep.lint.script import Script
 from halfstep.lint.values import Instance, Object, Tensor, Unknown, Value
@@ -104,7 +105,7 @@ def _is_shown(script: Script, event: Event, length: str) -> bool:
         return False
     node = event.node
     while not isinstance(node, ast.stmt | ast.BinOp):
-        if isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in _LOGS:
+        if isinstance(node, ast.Call) and last_name(node.func) in _LOGS:
             return True
         node = script.parents[node]
     return False

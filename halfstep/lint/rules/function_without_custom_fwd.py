@@ -10,6 +10,7 @@ from halfstep.lint import vocabulary
 from halfstep.lint.event import Event
 from halfstep.lint.finding import Edit
 from halfstep.lint.formats import region_devices, region_formats
+from halfstep.lint.names import last_name
 from halfstep.lint.rule import Problem, Rule
 from halfstep.lint.script import Script
 
@@ -73,7 +74,7 @@ def _mixes_formats(script: Script, backward: ast.FunctionDef) -> bool:
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
             multiplies = True
         elif isinstance(node, ast.Call):
-            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            name = last_name(node.func)
             if name in _BY_HAND or "autocast" in name or script.names.qualified(node.func) == "torch.enable_grad":
                 return (
                     False  # under enable_grad it computes its forward again, and whoever wrote that knows the formats

@@ -7,28 +7,22 @@ from collections.abc import Iterator
 from halfstep.lint.rule import Problem, Rule
 from halfstep.lint.script import Script
 from halfstep.lint.values import Const, Object
-from halfstep.lint.weights import inherits_format, trained_in_16_bit
+from halfstep.lint.weights import all_trained, inherits_format
 
 
 def check(script: Script) -> Iterator[Problem]:
-    for path in script.paths:
-        for trained in trained_in_16_bit(path):
-            step = trained.step
-            if (
-                step is None
-                or step.what != "scaler.step"
-                or "fp16" not in trained.formats
-                or inherits_format(trained.cast)
-            ):
-                continue
-            scaler = step.receiver
-            if isinstance(scaler, Object) and scaler.argument("enabled") == Const(False):
-                continue
-            yield Problem(
-                trained.cast,
-                "trainable weights are cast to fp16 and stepped by a GradScaler, which refuses fp16 gradients: keep "
-                "them in fp32, the autocast region casts what it needs",
-            )
+    for trained in script.once(all_trained):
+        step = trained.step
+        if step is None or step.what != "scaler.step" or "fp16" not in trained.formats or inherits_format(trained.cast):
+            continue
+        scaler = step.receiver
+        if isinstance(scaler, Object) and scaler.argument("enabled") == Const(False):
+            continue
+        yield Problem(
+            trained.cast,
+            "trainable weights are cast to fp16 and stepped by a GradScaler, which refuses fp16 gradients: keep "
+            "them in fp32, the autocast region casts what it needs",
+        )
 
 
 RULE = Rule(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from halfstep.lint.accumulation import LoopNode, Period, Periods, Window, encloses, function_of, is_step, windows
+from halfstep.lint.accumulation import LoopNode, Period, Periods, Window, encloses, is_step, windows
 from halfstep.lint.finding import Edit
 from halfstep.lint.rule import Problem, Rule
 from halfstep.lint.script import Script
@@ -56,14 +56,12 @@ def _counts_from_the_start(script: Script, period: Period, loop: ast.For, period
     (name,) = names
     if name in targets:
         return True
-    function = function_of(script, loop)
-    starts = [
-        node for node in periods.zeroed(name) if function_of(script, node) is function and not encloses(loop, node)
-    ]
+    function = script.function(loop)
+    starts = [node for node in periods.zeroed(name) if script.function(node) is function and not encloses(loop, node)]
     outer = [
         node
         for node in periods.loops
-        if function_of(script, node) is function and node is not loop and encloses(node, loop)
+        if script.function(node) is function and node is not loop and encloses(node, loop)
     ]
     return bool(starts) and all(encloses(node, starts[-1]) for node in outer)
 

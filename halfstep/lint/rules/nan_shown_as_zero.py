@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 
 from halfstep.lint.event import Event
+from halfstep.lint.names import last_name
 from halfstep.lint.rule import Problem, Rule
 from halfstep.lint.script import Script
 from halfstep.lint.values import Const, Tensor, Value
@@ -88,7 +89,7 @@ def _is_zero(node: ast.expr, or_tensor: bool) -> bool:
         return node.value == 0 and not isinstance(node.value, bool)
     if not isinstance(node, ast.Call) or not or_tensor:
         return False
-    name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+    name = last_name(node.func)
     return name in _ZEROS or (name in {"tensor", "float"} and bool(node.args) and _is_zero(node.args[0], False))
 
 

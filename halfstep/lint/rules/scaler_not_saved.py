@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from halfstep.lint.accumulation import function_of
 from halfstep.lint.event import Event
 from halfstep.lint.finding import Edit
 from halfstep.lint.rule import Problem, Rule
@@ -65,13 +64,13 @@ def _saving(script: Script, event: Event) -> tuple[Edit, ...]:
     node = event.node
     table = node.args[0] if isinstance(node, ast.Call) and node.args else None
     if isinstance(table, ast.Name):
-        function = function_of(script, node)
+        function = script.function(node)
         found = [
             assign.value
             for assign in script.walk(ast.Assign)
             if isinstance(assign, ast.Assign)
             and any(isinstance(target, ast.Name) and target.id == table.id for target in assign.targets)
-            and function_of(script, assign) is function
+            and script.function(assign) is function
         ]
         table = found[0] if len(found) == 1 else None
     scaler = spelled(script, table) if table is not None else None

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 
 from halfstep.lint.finding import Edit
+from halfstep.lint.names import last_name
 from halfstep.lint.rule import Problem, Rule
 from halfstep.lint.script import Script
 from halfstep.lint.values import Scale
@@ -51,7 +52,7 @@ def _only_logs(script: Script, node: ast.Compare) -> bool:
     return all(
         isinstance(statement, ast.Expr)
         and isinstance(statement.value, ast.Call)
-        and getattr(statement.value.func, "attr", getattr(statement.value.func, "id", "")) in _LOGS
+        and last_name(statement.value.func) in _LOGS
         for statement in parent.body
     )
 

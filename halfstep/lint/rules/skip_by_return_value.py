@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from halfstep.lint.accumulation import function_of
 from halfstep.lint.event import Event
 from halfstep.lint.rule import Problem, Rule
 from halfstep.lint.script import Script
@@ -48,11 +47,11 @@ def _tests(script: Script, event: Event) -> Iterator[ast.AST]:
     statement = script.parents[node]
     if not (isinstance(statement, ast.Assign) and len(statement.targets) == 1):
         return
-    name, function = ast.unparse(statement.targets[0]), function_of(script, node)
+    name, function = ast.unparse(statement.targets[0]), script.function(node)
     for use in script.walk(ast.Name, ast.Attribute):
         if isinstance(getattr(use, "ctx", None), ast.Load) and ast.unparse(use) == name:
             tested = _tested(script, use)
-            if tested is not None and function_of(script, use) is function:
+            if tested is not None and script.function(use) is function:
                 yield tested
 
 

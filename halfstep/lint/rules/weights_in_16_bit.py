@@ -7,23 +7,22 @@ from collections.abc import Iterator
 from halfstep.lint.rule import Problem, Rule
 from halfstep.lint.rules.adam_eps_vanishes import eps_vanishes
 from halfstep.lint.script import Script
-from halfstep.lint.weights import inherits_format, trained_in_16_bit
+from halfstep.lint.weights import all_trained, inherits_format
 
 
 def check(script: Script) -> Iterator[Problem]:
-    for path in script.paths:
-        for trained in trained_in_16_bit(path):
-            if trained.step is None or not trained.writes_plainly or trained.step.what == "scaler.step":
-                continue
-            if eps_vanishes(trained) or inherits_format(trained.cast):
-                continue
-            bits = 8 if trained.formats == {"bf16"} else 11
-            name = " or ".join(sorted(trained.formats))
-            yield Problem(
-                trained.cast,
-                f"these weights are trained in {name} without a master copy: an update smaller than 2^-{bits + 1} of "
-                "its weight rounds away; keep them in fp32 and open an autocast region, or train with master weights",
-            )
+    for trained in script.once(all_trained):
+        if trained.step is None or not trained.writes_plainly or trained.step.what == "scaler.step":
+            continue
+        if eps_vanishes(trained) or inherits_format(trained.cast):
+            continue
+        bits = 8 if trained.formats == {"bf16"} else 11
+        name = " or ".join(sorted(trained.formats))
+        yield Problem(
+            trained.cast,
+            f"these weights are trained in {name} without a master copy: an update smaller than 2^-{bits + 1} of "
+            "its weight rounds away; keep them in fp32 and open an autocast region, or train with master weights",
+        )
 
 
 RULE = Rule(
