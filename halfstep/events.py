@@ -47,6 +47,10 @@ class StepReport:
             self._values = (loss, norm, scale, skipped)
         return self._values
 
+    def arrived(self, values: tuple[float, float, float, float]) -> None:
+        """Its numbers have come from the device without anybody waiting."""
+        self._values = values
+
     @property
     def loss(self) -> float:
         return self._get()[0]
@@ -90,12 +94,14 @@ class Overflow:
 
     step: the window it belongs to. micro_batch: its place in the window, from 0. scale: the loss scale that it runs
     with next. parameters: names of the parameters whose gradient was not finite and is computed again.
+    nonfinite_share: share of the gradient's elements that were inf or NaN.
     """
 
     step: int
     micro_batch: int
     scale: float
     parameters: tuple[str, ...]
+    nonfinite_share: float
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -67,8 +67,8 @@ def put_gradients(gradients: Mapping[torch.Tensor, torch.Tensor]) -> None:
         parameter.grad = gradient if parameter.dtype in LOW_DTYPES else gradient.to(parameter.dtype)
 
 
-def norms_of(gradients: Iterable[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-    """The 2-norm of each gradient, and of all together, in fp32 on the device."""
+def norms_of(gradients: Iterable[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The 2-norm of each gradient, as one vector, and of all together, in fp32 on the device."""
     values = [values_of(gradient) for gradient in gradients]
     low = [value for value in values if value.dtype in LOW_DTYPES]
     if low:
@@ -76,15 +76,16 @@ def norms_of(gradients: Iterable[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...
         rest = [value for value in values if value.dtype not in LOW_DTYPES]
         of_low = iter(torch._foreach_norm(low, dtype=torch.float32))
         of_rest = iter(torch._foreach_norm(rest) if rest else ())
-        norms = tuple(next(of_low if value.dtype in LOW_DTYPES else of_rest) for value in values)
+        each = tuple(next(of_low if value.dtype in LOW_DTYPES else of_rest) for value in values)
     else:
-        norms = torch._foreach_norm(values)
-    return norms, torch.linalg.vector_norm(torch.stack(norms))
+        each = torch._foreach_norm(values)
+    norms = torch.stack(each)
+    return norms, torch.linalg.vector_norm(norms)
 
 
-def nonfinite(gradients: Mapping[torch.Tensor, torch.Tensor], norms: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+def nonfinite(gradients: Mapping[torch.Tensor, torch.Tensor], norms: torch.Tensor) -> list[torch.Tensor]:
     """The parameters whose gradient has a norm that is not finite; all, where only the sum of their squares is not."""
-    bad = [p for p, norm in zip(gradients, norms, strict=True) if not math.isfinite(norm)]
+    bad = [p for p, norm in zip(gradients, norms.tolist(), strict=True) if not math.isfinite(norm)]
     return bad or list(gradients)
 
 

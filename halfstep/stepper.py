@@ -14,6 +14,7 @@ their norm, and nothing is read back to the host.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -30,7 +31,7 @@ from halfstep.diagnosis.exhaustion import can_promote, exhausted, makers_of_loss
 from halfstep.diagnosis.explainer import Explainer
 from halfstep.dtypes import LOW_DTYPES
 from halfstep.errors import HalfstepError
-from halfstep.events import Overflow, Promotion, RunInfo, StepReport
+from halfstep.events import Alert, Overflow, Promotion, RunInfo, StepReport
 from halfstep.gradients import (
     Gradients,
     add_gradients,
@@ -52,8 +53,13 @@ from halfstep.region import Region
 from halfstep.report import Report
 from halfstep.scale import CHECK_EVERY, make_scale
 from halfstep.snapshot import RandomState, RunningStatistics
-from halfstep.updates import UpdateMeter
+from halfstep.updates import UpdateMeter, UpdateReport
+from halfstep.watch.settings import Watch
+from halfstep.watcher import Watcher
 from halfstep.window import Loss, Verdict, Window, judge, over, read_loss, unit_of, why_skipped
+
+Event = StepReport | Overflow | Promotion | Alert | Report
+"""What the sinks are called with."""
 
 
 class Stepper:
@@ -69,7 +75,10 @@ class Stepper:
     scheduler:  its ``step()`` is called after each applied step, and only then.
     on_applied: called with the StepReport after each applied step, and only then (an EMA belongs here).
     sinks:      called with every StepReport, with an Overflow each time a micro-batch is about to run again, with a
-                Promotion for each module that goes on in fp32, and with the explanation.
+                Promotion for each module that goes on in fp32, with the explanation, and with the guard's alerts.
+    log:        folder that keeps what the run does, for ``halfstep watch``; appended to, also by a run that goes on.
+    watch:      how the guard judges the run: a :class:`halfstep.Watch`, the name of its TOML file, or False for no
+                guard and no log; see docs/watch.md.
     keep_casts: keep the 16-bit copies of the weights over a whole window instead of casting them in each micro-batch;
                 it costs 2 bytes at the peak for each parameter that meets a 16-bit operation, see docs/region.md.
     on_exhausted: ``stop`` or ``promote``, as the policy's setting, which it overrides; see docs/self-healing.md.
@@ -93,7 +102,9 @@ class Stepper:
         max_norm: float | None = None,
         scheduler: Any = None,
         on_applied: Callable[[StepReport], None] | None = None,
-        sinks: Sequence[Callable[[StepReport | Overflow | Promotion | Report], None]] = (),
+        sinks: Sequence[Callable[[Event], None]] = (),
+        log: str | os.PathLike[str] | None = None,
+        watch: Watch | str | bool = True,
         keep_casts: bool = False,
         on_exhausted: str | None = None,
         explain: bool = False,
@@ -141,6 +152,17 @@ class Stepper:
         self._promoted: list[str] = []
         self._had_hopeless = False  # whether the micro-batch before was one that no scale mends
         self._window = Window()
+        self._watcher = self._make_watcher(log, watch)
+
+    def _make_watcher(self, log: str | os.PathLike[str] | None, watch: Watch | str | bool) -> Watcher | None:
+        if watch is False:
+            if log is not None:
+                raise HalfstepError(
+                    f"log={str(log)!r} with watch=False", "the log is what is watched", "Leave one of them out."
+                )
+            return None
+        settings = Watch() if watch is True else Watch.read(watch) if isinstance(watch, str) else watch
+        return Watcher(self.model, self.scale, self.policy, self.info, settings, log, self._tell)
 
     @property
     def policy(self) -> Policy:
@@ -224,6 +246,21 @@ class Stepper:
         is_drawn = self.policy.master == "stochastic"
         exact = self.masters.values_at if self.masters else None
         return UpdateMeter(self.model, self.optimizer, every=every, exact=exact, stochastic=is_drawn)
+
+    def record(self, report: UpdateReport | Report) -> None:
+        """Keep a report of ``update_meter()`` or of ``halfstep.explain.ranges_of`` in the log; rules look at it too."""
+        kind = {"UpdateReport": "updates", "RangesReport": "ranges"}.get(type(report).__name__)
+        if kind is None:
+            raise HalfstepError(
+                f"record({type(report).__name__})", "no rule and no page reads it", "Record an UpdateReport or ranges."
+            )
+        if self._watcher:
+            self._watcher.event(kind, {"step": self.num_steps, **report.to_dict()})
+
+    def close(self) -> None:
+        """End the log: write what is left of it. At the end of a process this happens by itself."""
+        if self._watcher:
+            self._watcher.close()
 
     def fp32_state_dict(self) -> dict[str, Any]:
         """``model.state_dict()`` with the exact weights, on the CPU; see :meth:`Masters.fp32_state_dict`."""
@@ -370,7 +407,10 @@ class Stepper:
         if self._can_replay and closure is not None:
             self._random_state.restore()
         self._drop_window()
-        raise exhausted(self.policy, step, _names(self.model, bad), producer)
+        error = exhausted(self.policy, step, _names(self.model, bad), producer)
+        if self._watcher:
+            self._watcher.alert("scale-exhausted", step, error)
+        raise error
 
     def _promote_makers_of_loss(self, closure: Callable[[], Loss]) -> bool:
         """The loss is not finite, which no scale mends: promote who made it at once, if the policy does and that helps.
@@ -398,15 +438,21 @@ class Stepper:
             return self.capture(closure)
 
     def _report_overflow(self, bad: Sequence[torch.Tensor]) -> None:
-        if self.sinks:
+        if self.sinks or self._watcher:
             scale = self.scale.value.item()
             names = tuple(_names(self.model, bad))
-            self._tell(Overflow(self.num_steps + 1, self._window.num_micro_batches, scale, names))
+            window = self._window
+            share = window.nonfinite_share or 0.0
+            self._tell(Overflow(self.num_steps + 1, window.num_micro_batches, scale, names, share))
 
-    def _tell(self, event: StepReport | Overflow | Promotion | Report | None) -> None:
-        if event is not None:
-            for sink in self.sinks:
-                sink(event)
+    def _tell(self, event: Event | None) -> None:
+        if event is None:
+            return
+        if self._watcher and not isinstance(event, StepReport | Alert):
+            kind = {Overflow: "overflow", Promotion: "promotion"}.get(type(event), "explanation")
+            self._watcher.event(kind, event.to_dict())
+        for sink in self.sinks:
+            sink(event)
 
     # The window's end.
 
@@ -452,6 +498,8 @@ class Stepper:
                 self.scheduler.step()
             if self.on_applied is not None:
                 self.on_applied(report)
+        if self._watcher:
+            self._watcher.step(report, verdict, list(gradients), window.nonfinite_share)
         self._tell(report)
         if bad:
             with torch.enable_grad():
@@ -586,6 +634,8 @@ class Stepper:
         self._window = window
         self._statistics.load_state_dict(statistics)
         put_gradients({parameters[name]: g.to(parameters[name].device, copy=True) for name, g in gradients.items()})
+        if self._watcher:
+            self._watcher.resume(self.num_steps)
 
 
 def _names(model: nn.Module, parameters: Iterable[torch.Tensor]) -> list[str]:

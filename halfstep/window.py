@@ -44,6 +44,9 @@ class Verdict:
     overflow: torch.Tensor
     numbers: torch.Tensor
     """Loss, norm, scale and ``found``, as the report reads them."""
+    count: torch.Tensor | float
+    norms: torch.Tensor | None
+    """Of each scaled gradient; None where a replay has taken the norm of all of them already."""
 
 
 def read_loss(result: Loss, like: torch.Tensor) -> tuple[torch.Tensor, float | torch.Tensor]:
@@ -84,7 +87,7 @@ def judge(window: Window, gradients: Gradients, scale: NoScale, unit: float, max
     """The verdict on the sums of a window's scaled gradients. Nothing is read from the device, and nothing changed."""
     assert window.loss_sum is not None, "a window holds something"
     # Unscale: the true gradient is their mean over the window's count.
-    scaled_norm = norms_of(gradients.values())[1] if window.norm is None else window.norm
+    norms, scaled_norm = norms_of(gradients.values()) if window.norm is None else (None, window.norm)
     divisor = window.count / unit
     if scale.kind != "none":
         divisor = scale.value * divisor
@@ -97,7 +100,7 @@ def judge(window: Window, gradients: Gradients, scale: NoScale, unit: float, max
         clip = ((norm + 1e-6) / max_norm).clamp_(min=1.0)
         divisor = clip if is_one(divisor) else clip * divisor
     numbers = torch.stack([over(window.loss_sum, window.count), norm, scale.value, found])
-    return Verdict(divisor, found, overflow, numbers)
+    return Verdict(divisor, found, overflow, numbers, window.count, norms)
 
 
 def why_skipped(count: float | torch.Tensor, loss: float, norm: float) -> str:

@@ -1,0 +1,50 @@
+"""A rule of the guard: a small pure function of a window of steps, with its limits, its reason and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from halfstep.watch.window import Window
+
+Severity = Literal["error", "warning", "note"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a rule sees in a window.
+
+    message:   one line with the numbers: what happened. action: one sentence: what to do.
+    situation: tells findings of one rule apart; while it stays the same, the rule has said it once.
+    step:      where it happened, if not in the last step of the window. severity: if not the rule's.
+    lowers_scale: whether lowering the loss scale once would help.
+    """
+
+    message: str
+    action: str
+    situation: str = ""
+    step: int | None = None
+    severity: Severity | None = None
+    lowers_scale: bool = False
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A file of ``halfstep/watch/rules`` holds one, under the name ``RULE``.
+
+    name:    in kebab-case. summary: one sentence for lists. why: Markdown paragraphs with the numbers, for its page.
+    limits:  the settings with their defaults; limit_notes: what each means, with its unit.
+    check:   called after every step, and by a clock while none comes; it looks, and changes nothing.
+    """
+
+    name: str
+    severity: Severity
+    summary: str
+    why: str
+    check: Callable[[Window, Mapping[str, float]], Finding | None]
+    limits: Mapping[str, float] = field(default_factory=dict)
+    limit_notes: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        assert self.limits.keys() == self.limit_notes.keys(), f"{self.name}: a limit without a note"

@@ -1,0 +1,70 @@
+"""How a run is watched: limits of rules, golden runs, who is told, and where else the log goes."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Protocol
+
+from halfstep.errors import HalfstepError
+from halfstep.watch.entry import Entry
+
+
+class Exporter(Protocol):
+    """Where the entries of a log go besides; halfstep/watch/exporters has those for known tools.
+
+    It is called from the thread that writes the log, so that a slow one never holds up a step.
+    """
+
+    def write(self, entry: Entry) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Watch:
+    """How a run is watched; also the keys of a ``watch.toml``.
+
+    rules:     a rule's name to False, which turns it off, or to limits that differ from its defaults.
+    golden:    folders of runs whose losses the run has to follow.
+    notify:    targets of alerts: ``webhook:URL``, ``command:WORDS``, or any URL of apprise. ``$NAME`` in a target is
+               read from the environment, so that no secret is in a file.
+    exporters: ``tensorboard:FOLDER``, ``wandb:PROJECT``, ``mlflow:EXPERIMENT``, or an object with the methods of
+               :class:`Exporter`.
+    """
+
+    rules: Mapping[str, bool | Mapping[str, float]] = field(default_factory=dict)
+    golden: tuple[str, ...] = ()
+    notify: tuple[str, ...] = ()
+    exporters: tuple[str | Exporter, ...] = ()
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> Watch:
+        """The settings in a TOML file. HalfstepError says what is wrong in it."""
+        try:
+            values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise HalfstepError(
+                f"settings {path}", f"it cannot be read ({error.strerror})", "Name a TOML file."
+            ) from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise HalfstepError(f"settings {path}", f"it is not TOML ({error})", "See docs/watch.md.") from None
+        return cls.of(values, str(path))
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any], where: str) -> Watch:
+        """The settings of a mapping; ``where`` names it in an error."""
+        names = [f.name for f in fields(cls)]
+        if unknown := sorted(values.keys() - set(names)):
+            raise HalfstepError(f"{unknown[0]!r} in {where}", "no such setting", f"Use {', '.join(names)}.")
+        lists = {name: value for name, value in values.items() if name != "rules"}
+        for name, value in lists.items():
+            if not isinstance(value, list) or not all(isinstance(word, str) for word in value):
+                raise HalfstepError(f"{name} in {where}", "it is a list of texts", f'Write {name} = ["..."].')
+        rules = values.get("rules", {})
+        if not isinstance(rules, Mapping):
+            raise HalfstepError(f"rules in {where}", "it is a table", "Write [rules] and a line for each rule.")
+        return cls(rules=rules, **{name: tuple(value) for name, value in lists.items()})

@@ -1,0 +1,219 @@
+"""What the stepper tells about its steps: read late, handed to the session that judges and keeps it, and acted on."""
+
+from __future__ import annotations
+
+import atexit
+import math
+import os
+import platform
+import sys
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from halfstep.errors import HalfstepError
+from halfstep.events import Alert, RunInfo, StepReport
+from halfstep.policy import Policy
+from halfstep.readback import Readback
+from halfstep.report import json_number
+from halfstep.scale import NoScale
+from halfstep.watch.entry import LAYERS_EVERY, RunStart, Step
+from halfstep.watch.session import Session
+from halfstep.watch.settings import Watch
+from halfstep.window import Verdict
+
+EVERY = 10
+"""Steps that are read together, and from one decision about the loss scale to the next."""
+_LONGEST_S = 1.0
+"""Seconds after which steps are read although they are fewer."""
+_MIB = 2.0**20
+_open: weakref.WeakSet[Watcher] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """The process ends: with what ended the script, if anything did."""
+    error = getattr(sys, "last_value", None)
+    for watcher in list(_open):
+        watcher.close(None if error is None else f"{type(error).__name__}: {error}")
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """A step whose numbers are on their way."""
+
+    report: StepReport
+    time: float
+    count: float | torch.Tensor
+    parameters: Sequence[torch.Tensor]
+    nonfinite_share: float | None
+
+
+class Watcher:
+    """Watches the steps of one process, for a Stepper.
+
+    A decision about the loss scale falls at every EVERY-th step, from the steps up to the decision before: then their
+    numbers have long arrived, and every rank of a replicated model decides the same in the same step.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        scale: NoScale,
+        policy: Policy,
+        info: RunInfo,
+        settings: Watch,
+        log: str | os.PathLike[str] | None,
+        on_alert: Callable[[Alert], None],
+    ) -> None:
+        self._scale = scale
+        self._parameters = {id(p): (name, p.numel()) for name, p in model.named_parameters()}
+        self._group = model.process_group if isinstance(model, DistributedDataParallel) else None
+        rank, num_ranks = _rank()
+        num_elements = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        run = RunStart(
+            time=time.time(),
+            rank=rank,
+            num_ranks=num_ranks,
+            session=os.urandom(6).hex(),
+            host=platform.node(),
+            pid=os.getpid(),
+            policy=str(policy),
+            scale=asdict(scale.settings),
+            info=info.to_dict(),
+            num_elements=num_elements,
+        )
+        self.session = Session(run, settings, log, on_alert)
+        self._num_elements = max(1, num_elements)
+        self._device = scale.value.device
+        self._readback: Readback[_Waiting] = Readback(self._device)
+        self._answer: torch.Tensor | None = None
+        self._memory_mib: float | None = None
+        _open.add(self)
+        self._last_read = time.monotonic()
+
+    def step(
+        self, report: StepReport, verdict: Verdict, parameters: Sequence[torch.Tensor], nonfinite_share: float | None
+    ) -> None:
+        """A window has ended. parameters: those that had a gradient, in the order of the verdict's norms."""
+        tensors = [verdict.numbers.float(), *([] if verdict.norms is None else [verdict.norms])]
+        if isinstance(verdict.count, torch.Tensor):
+            tensors.append(verdict.count)
+        waiting = _Waiting(report, time.time(), verdict.count, parameters, nonfinite_share)
+        self._readback.put(waiting, *tensors)
+        is_due = report.step % EVERY == 0
+        if is_due:
+            self._see(waits=True)
+            self._decide()
+        now = time.monotonic()
+        if is_due or now - self._last_read > _LONGEST_S:
+            self._last_read = now
+            self._memory_mib = _memory_mib(self._device)
+            self._readback.send()
+            self._see()
+
+    def event(self, kind: str, event: Mapping[str, Any]) -> None:
+        """Anything else that the stepper tells, as an entry of ``kind``."""
+        self.session.see({"kind": kind, "time": time.time(), **event})
+
+    def resume(self, step: int) -> None:
+        """The run goes on after ``step``, from a state."""
+        self.flush()
+        self.event("seam", {"step": step})
+
+    def alert(self, rule: str, step: int, error: HalfstepError) -> None:
+        """The run ends with ``error``."""
+        self.flush()
+        self.session.alert(Alert(rule, step, "error", f"{error.what}: {error.why}", error.fix, self.session.rank))
+
+    def close(self, reason: str | None = None) -> None:
+        """End the session, with the ``reason`` of one that failed."""
+        self.flush()
+        self.session.close(reason)
+
+    def __del__(self) -> None:
+        if hasattr(self, "session"):
+            self.close()
+
+    def flush(self) -> None:
+        """Read what is still on its way; waits for the device."""
+        self._readback.send()
+        self._see(waits=True)
+
+    def _see(self, waits: bool = False) -> None:
+        for waiting, tensors in self._readback.take(waits):
+            self._see_step(waiting, tensors)
+
+    def _see_step(self, waiting: _Waiting, tensors: Sequence[torch.Tensor]) -> None:
+        report = waiting.report
+        named: list[tuple[str, int]] = []
+        norms: list[float] = []
+        loss, grad_norm, scale, skipped = tensors[0].tolist()
+        report.arrived((loss, grad_norm, scale, skipped))
+        has_layers = report.step % LAYERS_EVERY == 0
+        if (skipped or has_layers) and len(tensors[1:]) and len(tensors[1]) == len(waiting.parameters):
+            norms = tensors[1].tolist()
+            named = [self._parameters.get(id(p), ("", 0)) for p in waiting.parameters]
+        bad = [of for of, norm in zip(named, norms, strict=True) if not math.isfinite(norm)]
+        share = waiting.nonfinite_share
+        step = Step(
+            step=report.step,
+            time=waiting.time,
+            loss=loss,
+            grad_norm=grad_norm,
+            scale=scale,
+            applied=not skipped,
+            reason=report.reason,
+            num_replays=report.num_replays,
+            nonfinite_share=share if skipped or share is not None else 0.0,
+            nonfinite_at_most=sum(size for _, size in bad) / self._num_elements,
+            parameters=tuple(name for name, _ in bad),
+            count=tensors[-1].item() if isinstance(waiting.count, torch.Tensor) else waiting.count,
+            memory_mib=self._memory_mib,
+        )
+        self.session.see(step)
+        if has_layers and norms:
+            # Those of the scaled sums; their whole has the true norm.
+            unit = grad_norm / math.hypot(*norms) if any(norms) else 1.0
+            true = [json_number(norm * unit) for norm in norms]
+            self.event("layers", {"step": report.step, "parameters": [name for name, _ in named], "norms": true})
+
+    def _decide(self) -> None:
+        """Lower the scale if the guard asks for it: of a replicated model, if it asks on every rank.
+
+        The ranks' answers are put together on the device and read at the next decision, so that nobody waits.
+        """
+        guard = self.session.guard
+        if self._group is None:
+            lowers = guard.lowers_scale
+        else:
+            answer, self._answer = self._answer, torch.full((), float(guard.lowers_scale), device=self._device)
+            torch.distributed.all_reduce(self._answer, torch.distributed.ReduceOp.MIN, self._group)
+            lowers = answer is not None and bool(answer)
+        if lowers:
+            self._scale.back_off()
+            guard.lowered()
+
+
+def _rank() -> tuple[int, int]:
+    """Rank of this process, and how many there are."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
+def _memory_mib(device: torch.device) -> float | None:
+    """CUDA: the most that was allocated so far; CPU: what the process holds, where the system tells."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / _MIB
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / _MIB
+    except OSError:
+        return None
