@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from halfstep.region import Region
     from halfstep.stepper import Stepper
     from halfstep.updates import UpdateMeter
+    from halfstep.watch.settings import Watch
     from halfstep.workload import Workload
 
 __version__ = "0.1.0"
@@ -37,6 +38,7 @@ _HOME = {
     "StepReport": "events",
     "Stepper": "stepper",
     "UpdateMeter": "updates",
+    "Watch": "watch.settings",
     "WeightAverage": "average",
     "Workload": "workload",
     "align": "alignment",
@@ -57,6 +59,7 @@ __all__ = [
     "StepReport",
     "Stepper",
     "UpdateMeter",
+    "Watch",
     "WeightAverage",
     "Workload",
     "align",

@@ -76,9 +76,6 @@ class Stepper:
     on_applied: called with the StepReport after each applied step, and only then (an EMA belongs here).
     sinks:      called with every StepReport, with an Overflow each time a micro-batch is about to run again, with a
                 Promotion for each module that goes on in fp32, with the explanation, and with the guard's alerts.
-    log:        folder that keeps what the run does, for ``halfstep watch``; appended to, also by a run that goes on.
-    watch:      how the guard judges the run: a :class:`halfstep.Watch`, the name of its TOML file, or False for no
-                guard and no log; see docs/watch.md.
     keep_casts: keep the 16-bit copies of the weights over a whole window instead of casting them in each micro-batch;
                 it costs 2 bytes at the peak for each parameter that meets a 16-bit operation, see docs/region.md.
     on_exhausted: ``stop`` or ``promote``, as the policy's setting, which it overrides; see docs/self-healing.md.
@@ -87,6 +84,9 @@ class Stepper:
                 batches, alive; see docs/self-healing.md.
     passes_closure: the optimizer evaluates the loss itself, several times a step, so that it is handed a closure; see
                 halfstep/closure.py. None finds out: LBFGS and sharpness-aware optimizers do.
+    log:        folder that keeps what the run does, for ``halfstep watch``; appended to, also by a run that goes on.
+    watch:      how the guard judges the run: a :class:`halfstep.Watch`, the name of its TOML file, or False for no
+                guard and no log; see docs/watch.md.
 
     A scheduler, an ``on_applied`` hook, BatchNorm statistics and an optimizer without ``found_inf`` need the verdict on
     the host, one read a window; so does the first step of an SGD with momentum. Replay needs it once a micro-batch.
@@ -103,12 +103,12 @@ class Stepper:
         scheduler: Any = None,
         on_applied: Callable[[StepReport], None] | None = None,
         sinks: Sequence[Callable[[Event], None]] = (),
-        log: str | os.PathLike[str] | None = None,
-        watch: Watch | str | bool = True,
         keep_casts: bool = False,
         on_exhausted: str | None = None,
         explain: bool = False,
         passes_closure: bool | None = None,
+        log: str | os.PathLike[str] | None = None,
+        watch: Watch | str | bool = True,
         hardware: Hardware | None = None,
     ) -> None:
         if not hasattr(accumulate, "__index__") or accumulate < 1:

@@ -89,7 +89,9 @@ class Watcher:
             info=info.to_dict(),
             num_elements=num_elements,
         )
-        self.session = Session(run, settings, log, on_alert)
+        # Weakly, since a stepper and its watcher would keep each other, and an open region, until a garbage collection.
+        tell = weakref.WeakMethod(on_alert)
+        self.session = Session(run, settings, log, lambda alert: _call(tell(), alert))
         self._num_elements = max(1, num_elements)
         self._device = scale.value.device
         self._readback: Readback[_Waiting] = Readback(self._device)
@@ -137,8 +139,11 @@ class Watcher:
         self.flush()
         self.session.close(reason)
 
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()  # a copy of a stepper is another run, which nobody watches
+
     def __del__(self) -> None:
-        if hasattr(self, "session"):
+        if hasattr(self, "session") and self.session.is_kept:
             self.close()
 
     def flush(self) -> None:
@@ -199,6 +204,11 @@ class Watcher:
         if lowers:
             self._scale.back_off()
             guard.lowered()
+
+
+def _call(tell: Callable[[Alert], None] | None, alert: Alert) -> None:
+    if tell is not None:
+        tell(alert)
 
 
 def _rank() -> tuple[int, int]:

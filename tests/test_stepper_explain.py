@@ -57,7 +57,13 @@ def make(policy, model=None, optimizer="adamw fused", **kwargs):
     model = model or Net()
     events = []
     stepper = Stepper(
-        model, OPTIMIZERS[optimizer](model.parameters()), policy, explain=True, sinks=[events.append], **kwargs
+        model,
+        OPTIMIZERS[optimizer](model.parameters()),
+        policy,
+        explain=True,
+        sinks=[events.append],
+        watch=False,  # the explanations here are no reports
+        **kwargs,
     )
     return stepper, events
 

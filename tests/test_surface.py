@@ -28,6 +28,7 @@ def test_public_names():
         "StepReport",
         "Stepper",
         "UpdateMeter",
+        "Watch",
         "WeightAverage",
         "Workload",
         "align",
@@ -51,12 +52,15 @@ def test_stepper():
         "on_exhausted",
         "explain",
         "passes_closure",
+        "log",
+        "watch",
         "hardware",
     ]
     public = {name for name in dir(halfstep.Stepper) if not name.startswith("_")}
     assert public == {
         "backward",
         "capture",
+        "close",
         "explanation",
         "flush",
         "forward",
@@ -65,6 +69,7 @@ def test_stepper():
         "info",
         "load_state_dict",
         "policy",
+        "record",
         "state_dict",
         "step",
         "update_meter",
@@ -122,7 +127,7 @@ def test_record_keys():
     ]
     keys = {cls.__name__: [field.name for field in dataclasses.fields(cls)] for cls in RECORDS}
     assert keys == {
-        "Overflow": ["step", "micro_batch", "scale", "parameters"],
+        "Overflow": ["step", "micro_batch", "scale", "parameters", "nonfinite_share"],
         "Promotion": ["step", "module", "policy", "reason"],
         "Alert": ["rule", "step", "severity", "message", "action", "rank"],
     }
