@@ -5,7 +5,6 @@ Exit status: 0 fine, 1 the tool found what it looks for, 2 the call was wrong. A
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +18,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from halfstep import __version__
 from halfstep.errors import HalfstepError
-from halfstep.files import write_whole
+from halfstep.output import HtmlOption, JsonOption, check_writable, emit, finish
+from halfstep.watch.command import watch_app
 
 app = typer.Typer(
     help="Mixed-precision training for PyTorch that can be trusted.",
@@ -33,9 +33,6 @@ WorkloadArgument = Annotated[
     typer.Argument(metavar="WORKLOAD", help="A built-in workload (charlm, digits, mlp, fragile) or FILE.py:FUNCTION."),
 ]
 DeviceOption = Annotated[str | None, typer.Option(metavar="DEVICE", help="cpu, cuda or cuda:N; CUDA if it is there.")]
-JsonOption = Annotated[
-    str | None, typer.Option("--json", metavar="FILE", help="Write the report as JSON; - or nothing prints it instead.")
-]
 PolicyOption = Annotated[
     str | None,
     typer.Option(
@@ -47,7 +44,6 @@ PolicyOption = Annotated[
 ]
 SeedOption = Annotated[int, typer.Option("--seed", metavar="N", help="Seed of the run.")]
 StepOption = Annotated[int, typer.Option("--step", metavar="N", help="Train up to this step and look there.")]
-HtmlOption = Annotated[str | None, typer.Option("--html", metavar="FILE", help="Write the report as one HTML file.")]
 
 
 def _print_version(wanted: bool) -> None:
@@ -70,9 +66,9 @@ def doctor(device: DeviceOption = None, json_file: JsonOption = None) -> None:
     """Print the device, the formats it computes, TF32 switches, versions, and the policy that auto would choose."""
     from halfstep.doctor import examine
 
-    _check_writable(json_file)
+    check_writable(json_file)
     report = examine(device)
-    _emit(report, json_file)
+    emit(report, json_file)
     raise typer.Exit(1 if report.problem else 0)
 
 
@@ -98,7 +94,7 @@ def compare(
     html_file: HtmlOption = None,
 ) -> None:
     """Train WORKLOAD in each policy from the same seeds, and judge each against the first."""
-    _check_writable(json_file, html_file)
+    check_writable(json_file, html_file)
     _need_torch()
     from halfstep.compare import compare as run
     from halfstep.compare.page import write_html
@@ -116,7 +112,7 @@ def compare(
         print(f"halfstep: interrupted; the report holds the {len(trials)} trials that had ended", file=sys.stderr)
     if html_file is not None:
         write_html(report, trials, Path(html_file))
-    _emit(report, json_file)
+    emit(report, json_file)
     raise typer.Exit(1 if report.found else 0)
 
 
@@ -139,7 +135,7 @@ def trace(
     steps = (source.default_steps or 100) if steps is None else steps
     with _bar(steps) as advance:
         report = run(source, chosen, steps, seed, device, advance)
-    _finish(report, json_file, html_file)
+    finish(report, json_file, html_file)
 
 
 @app.command()
@@ -156,7 +152,7 @@ def ranges(
     source, chosen = _prepare(workload, policy, device, json_file, html_file)
     from halfstep.explain.ranges import ranges as run
 
-    _finish(run(source, chosen, step, seed, device), json_file, html_file)
+    finish(run(source, chosen, step, seed, device), json_file, html_file)
 
 
 @app.command()
@@ -173,7 +169,7 @@ def audit(
     source, chosen = _prepare(workload, policy, device, json_file, html_file)
     from halfstep.explain.audit import audit as run
 
-    _finish(run(source, chosen, step, seed, device), json_file, html_file)
+    finish(run(source, chosen, step, seed, device), json_file, html_file)
 
 
 @app.command()
@@ -190,7 +186,7 @@ def diff(
     source, _ = _prepare(workload, None, device, json_file, html_file)
     from halfstep.explain.diff import diff as run
 
-    _finish(run(source, _names(policies), step, seed, device), json_file, html_file)
+    finish(run(source, _names(policies), step, seed, device), json_file, html_file)
 
 
 @app.command()
@@ -231,7 +227,7 @@ def tune(
             policy_file=policy_file,
             progress=advance,
         )
-    _finish(report, json_file, html_file)
+    finish(report, json_file, html_file)
 
 
 @app.command()
@@ -269,7 +265,7 @@ def plan(
     html_file: HtmlOption = None,
 ) -> None:
     """Plan a training step of WORKLOAD or MODEL on a card that need not be here: memory, what fits, and speed."""
-    _check_writable(json_file, html_file, snapshot)
+    check_writable(json_file, html_file, snapshot)
     from halfstep.plan import plan as run
 
     with _bar(1) as advance:
@@ -285,7 +281,7 @@ def plan(
             snapshot=snapshot,
             progress=lambda text: advance(text, 0),
         )
-    _finish(report, json_file, html_file)
+    finish(report, json_file, html_file)
 
 
 @app.command()
@@ -301,14 +297,14 @@ def measure(
     html_file: HtmlOption = None,
 ) -> None:
     """Measure memory and speed of WORKLOAD's training step in each policy here, beside what plan predicts."""
-    _check_writable(json_file, html_file)
+    check_writable(json_file, html_file)
     _need_torch()
     from halfstep.plan.measure_report import measure as run
 
     names = _names(policies)
     with _bar((repeats + 2) * len(names)) as advance:
         report = run(workload, names, batch_size=batch, repeats=repeats, device=device, progress=advance)
-    _finish(report, json_file, html_file)
+    finish(report, json_file, html_file)
 
 
 @app.command()
@@ -342,7 +338,7 @@ def lint(
     ] = None,
 ) -> None:
     """Find the mixed-precision mistakes that run without an error, in Python files and notebooks. Needs no torch."""
-    _check_writable(json_file)
+    check_writable(json_file)
     from halfstep.lint.command import Call
     from halfstep.lint.command import lint as run
 
@@ -365,6 +361,9 @@ def lint(
         stdin_filename=stdin_filename,
     )
     raise typer.Exit(run(call))
+
+
+app.add_typer(watch_app, name="watch", help="Watch runs: halfstep watch RUNS_DIR shows them on a live page.")
 
 
 @app.command()
@@ -404,7 +403,7 @@ def _names(text: str) -> list[str]:
 
 def _prepare(workload: str, policy: str | None, device: str | None, *files: str | None) -> tuple[Any, Any]:
     """The source and the policy that a tool looks at, after refusing what would fail later."""
-    _check_writable(*files)
+    check_writable(*files)
     _need_torch()
     from halfstep.explain.rehearsal import default_policy
     from halfstep.policy import Policy
@@ -412,48 +411,6 @@ def _prepare(workload: str, policy: str | None, device: str | None, *files: str 
 
     source = load(workload)
     return source, default_policy(device) if policy is None else Policy.parse(policy)
-
-
-def _finish(report: Any, json_file: str | None, html_file: str | None) -> None:
-    """Write and print the report of a tool, and stop with the status that it means."""
-    if html_file is not None:
-        from halfstep.page import write_html
-
-        write_html(report, html_file)
-    _emit(report, json_file)
-    raise typer.Exit(1 if report.found else 0)
-
-
-def _emit(report: Any, json_file: str | None) -> None:
-    """Print the report, or its JSON where that goes to standard output."""
-    if json_file != "-":
-        _print(report)
-    if json_file is not None:
-        text = json.dumps(report.to_dict(), indent=2, allow_nan=False) + "\n"
-        if json_file == "-":
-            print(text, end="")
-        else:
-            write_whole(json_file, text)
-
-
-def _print(report: Any) -> None:
-    if hasattr(report, "render") and sys.stdout.isatty():
-        report.render(Console())
-    else:
-        print(report)
-
-
-def _check_writable(*files: str | None) -> None:
-    """Refuse before the work what would fail after it."""
-    for file in files:
-        if file in (None, "-"):
-            continue
-        path = Path(str(file))
-        if path.is_dir() or not path.parent.is_dir():
-            why = "it is a directory" if path.is_dir() else f"there is no directory {path.parent}"
-            raise HalfstepError(f"output file {path}", why, "Name a file in a directory that exists.")
-        if not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise HalfstepError(f"output file {path}", "it cannot be written here", "Choose another place.")
 
 
 def _need_torch() -> None:

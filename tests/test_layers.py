@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent / "halfstep"
 ROWS = [
     "errors",
     "formats files report",
-    "hardware events page",
+    "hardware events page output",
     "policy",
     "lint watch",
     "kernels dtypes readback",
@@ -41,6 +41,7 @@ TORCH_FREE = {
     "files",
     "report",
     "page",
+    "output",
     "events",
     "hardware",
     "policy",

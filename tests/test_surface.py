@@ -3,9 +3,10 @@
 import dataclasses
 import inspect
 
+from commands import callbacks
+
 import halfstep
 from halfstep import events, policy
-from halfstep.cli import app
 from halfstep.workload import Workload
 
 RECORDS = (events.Overflow, events.Promotion, events.Alert)
@@ -134,14 +135,7 @@ def test_record_keys():
 
 
 def test_flags():
-    commands = {}
-    for command in app.registered_commands:
-        flags = []
-        for parameter in inspect.signature(command.callback).parameters.values():
-            option = parameter.annotation
-            flags.append((parameter.name, parameter.default))
-            assert option is not inspect.Parameter.empty
-        commands[command.callback.__name__] = [name for name, _ in flags]
+    commands = {name: parameters(callback) for name, callback in callbacks().items()}
     assert commands == {
         "doctor": ["device", "json_file"],
         "compare": [
@@ -205,4 +199,8 @@ def test_flags():
             "stdin_filename",
         ],
         "new": ["file"],
+        "watch serve": ["folder", "terminal", "rank", "host", "port", "golden"],
+        "watch check": ["folder", "settings", "json_file", "html_file"],
+        "watch export": ["folder", "target", "json_file"],
+        "watch notify": ["targets", "json_file"],
     }
