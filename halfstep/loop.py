@@ -25,6 +25,7 @@ def make_stepper(workload: Workload, policy: str | Policy, device: str, hardware
         accumulate=workload.accumulate,
         max_norm=workload.max_norm,
         scheduler=workload.scheduler(optimizer) if workload.scheduler else None,
+        watch=False,  # a tool judges the run itself
         hardware=hardware,
     )
 

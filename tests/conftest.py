@@ -33,7 +33,13 @@ def kernels_stay():
     return region.Region(nn.Linear(1, 1), "bf16", CPU)
 
 
+LONGEST = ("docs", "planner", "plan_advice", "watch_browser", "lint_fuzz", "loops_compile", "lint_own", "watch_exporters")
+"""Files that take longest. They come first, so that no process is left alone with one at the end."""
+
+
 def pytest_collection_modifyitems(items):
+    names = [f"test_{name}.py" for name in LONGEST]
+    items.sort(key=lambda item: names.index(item.path.name) if item.path.name in names else len(names))
     skip = pytest.mark.skip(reason="needs a CUDA device, and this machine has none")
     for item in items:
         if "gpu" in item.keywords and not torch.cuda.is_available():

@@ -74,6 +74,12 @@ def test_links_of_a_page_lead_somewhere(page):
 
 def test_readme_commands_that_take_seconds_do_what_they_say(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    shorter = {
+        "compare": ["--steps", "2", "--seeds", "1"],
+        "tune": ["--steps", "3"],
+        "plan": ["--policies", "fp32"],
+        "measure": ["--policies", "fp32", "--repeats", "1"],
+    }
     ran = []
     for block in blocks(ROOT / "README.md", "console"):
         for line in block.splitlines():
@@ -81,7 +87,7 @@ def test_readme_commands_that_take_seconds_do_what_they_say(tmp_path, monkeypatc
             if words[0] != "halfstep":
                 continue
             is_found = words[2:] == ["fragile"]  # which fp16 cannot train
-            words += {"compare": ["--steps", "2", "--seeds", "1"], "tune": ["--steps", "3"]}.get(words[1], [])
+            words += shorter.get(words[1], [])
             assert run(words[1:]) == is_found, capsys.readouterr()
             ran.append(words[1])
     explaining = ["trace", "ranges", "audit", "diff", "tune", "compare"]
