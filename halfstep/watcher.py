@@ -10,8 +10,8 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -44,8 +44,7 @@ def _close_all() -> None:
         watcher.close(None if error is None else f"{type(error).__name__}: {error}")
 
 
-@dataclass(frozen=True)
-class _Waiting:
+class _Waiting(NamedTuple):
     """A step whose numbers are on their way."""
 
     report: StepReport
@@ -94,7 +93,7 @@ class Watcher:
         self.session = Session(run, settings, log, lambda alert: _call(tell(), alert))
         self._num_elements = max(1, num_elements)
         self._device = scale.value.device
-        self._readback: Readback[_Waiting] = Readback(self._device)
+        self._readback: Readback[_Waiting] = Readback()
         self._answer: torch.Tensor | None = None
         self._memory_mib: float | None = None
         _open.add(self)
@@ -104,7 +103,7 @@ class Watcher:
         self, report: StepReport, verdict: Verdict, parameters: Sequence[torch.Tensor], nonfinite_share: float | None
     ) -> None:
         """A window has ended. parameters: those that had a gradient, in the order of the verdict's norms."""
-        tensors = [verdict.numbers.float(), *([] if verdict.norms is None else [verdict.norms])]
+        tensors = [verdict.numbers, *([] if verdict.norms is None else [verdict.norms])]
         if isinstance(verdict.count, torch.Tensor):
             tensors.append(verdict.count)
         waiting = _Waiting(report, time.time(), verdict.count, parameters, nonfinite_share)
@@ -112,7 +111,7 @@ class Watcher:
         is_due = report.step % EVERY == 0
         if is_due:
             self._see(waits=True)
-            self._decide()
+            self._decide(report.step)
         now = time.monotonic()
         if is_due or now - self._last_read > _LONGEST_S:
             self._last_read = now
@@ -127,6 +126,7 @@ class Watcher:
     def resume(self, step: int) -> None:
         """The run goes on after ``step``, from a state."""
         self.flush()
+        self._answer = None
         self.event("seam", {"step": step})
 
     def alert(self, rule: str, step: int, error: HalfstepError) -> None:
@@ -189,7 +189,7 @@ class Watcher:
             true = [json_number(norm * unit) for norm in norms]
             self.event("layers", {"step": report.step, "parameters": [name for name, _ in named], "norms": true})
 
-    def _decide(self) -> None:
+    def _decide(self, step: int) -> None:
         """Lower the scale if the guard asks for it: of a replicated model, if it asks on every rank.
 
         The ranks' answers are put together on the device and read at the next decision, so that nobody waits.
@@ -202,8 +202,9 @@ class Watcher:
             torch.distributed.all_reduce(self._answer, torch.distributed.ReduceOp.MIN, self._group)
             lowers = answer is not None and bool(answer)
         if lowers:
-            self._scale.back_off()
-            guard.lowered()
+            self._answer = None  # given before this was known
+            if self._scale.back_off() is not None:
+                self.event("reduction", {"step": step, "scale": self._scale.value.item()})
 
 
 def _call(tell: Callable[[Alert], None] | None, alert: Alert) -> None:

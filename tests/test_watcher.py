@@ -1,0 +1,247 @@
+"""What a stepper's log holds, against what the stepper itself says."""
+
+import copy
+import gc
+import json
+import math
+import subprocess
+import sys
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import halfstep
+from halfstep import watcher
+from halfstep.explain.ranges import ranges_of
+from halfstep.report import Report
+from halfstep.watch.entry import Step
+
+pytestmark = pytest.mark.usefixtures("kernels_stay")
+
+X = torch.linspace(-2, 2, 64).reshape(8, 8).sin()
+
+
+@pytest.fixture(autouse=True)
+def _no_clock(monkeypatch):
+    """Steps are read when ten have come, however slow the machine is."""
+    monkeypatch.setattr(watcher, "_LONGEST_S", math.inf)
+
+
+def net():
+    torch.default_generator.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+
+
+def make(policy, log, model=None, **kwargs):
+    model = model or net()
+    return halfstep.Stepper(
+        model, torch.optim.AdamW(model.parameters(), lr=0.01, fused=True), policy, log=log, **kwargs
+    )
+
+
+def train(stepper, num_steps, factor=lambda i: 1.0, count=None):
+    reports = []
+    for i in range(num_steps):
+
+        def closure(i=i):
+            loss = (stepper.model(X).float() - 1).square() * factor(i)
+            return loss.mean() if count is None else (loss.sum(), count(i))
+
+        reports.append(stepper.step(closure))
+    return [report for report in reports if report]
+
+
+def entries(folder, *kinds):
+    lines = (folder / "rank-00000.jsonl").read_text().splitlines()
+    return [entry for entry in map(json.loads, lines) if not kinds or entry["kind"] in kinds]
+
+
+def steps(folder):
+    return [Step.from_entry(entry) for entry in entries(folder, "step")]
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16", "fp16 scale.init=256", "fp16 on_overflow=skip scale.init=256"])
+def test_steps_are_those_of_the_reports(policy, tmp_path):
+    stepper = make(policy, tmp_path, accumulate=2, max_norm=0.1)
+    reports = train(stepper, 46)
+    stepper.close()
+    assert len(reports) == 23
+    for step, report in zip(steps(tmp_path), reports, strict=True):
+        told = report.to_dict()
+        assert {name: getattr(step, name) for name in told} == told
+        assert step.count == 2.0
+        assert step.parameters == ()
+    first, last = entries(tmp_path)[0], entries(tmp_path)[-1]
+    assert first["policy"] == str(stepper.policy)
+    assert first["info"]["effective"] == stepper.info.effective
+    assert first["num_elements"] == 8 * 16 + 16 + 16 + 1
+    assert (last["kind"], last["state"]) == ("end", "finished")
+
+
+def test_a_count_on_the_device_arrives_with_its_step(tmp_path):
+    stepper = make("bf16", tmp_path, accumulate=2)
+    train(stepper, 6, count=lambda i: torch.tensor(8 * (i + 1)))
+    stepper.close()
+    assert [step.count for step in steps(tmp_path)] == [24.0, 56.0, 88.0]
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp32", "fp16 on_overflow=skip scale.init=256"])
+def test_a_bad_step_names_its_parameters_although_nobody_counted(policy, tmp_path):
+    model = net()
+    stepper = make(policy, tmp_path, model)
+    handle = model[2].weight.register_hook(lambda gradient: gradient * math.inf)
+    (report,) = train(stepper, 1)
+    handle.remove()
+    train(stepper, 1)
+    stepper.close()
+    bad, good = steps(tmp_path)
+    assert not report.applied
+    assert report.nonfinite_share is None
+    assert (bad.applied, bad.nonfinite_share, bad.reason) == (False, None, report.reason)
+    assert math.isnan(bad.grad_norm) or math.isinf(bad.grad_norm)
+    assert bad.parameters == ("2.weight",)
+    assert bad.nonfinite_at_most == 16 / 161
+    assert good.applied
+    assert good.parameters == ()
+
+
+def test_a_replay_is_told_with_the_share_that_was_not_finite(tmp_path):
+    stepper = make("fp16 scale.init=1024", tmp_path)
+    train(stepper, 3, factor=lambda i: 1e4 if i == 1 else 1.0)
+    stepper.close()
+    overflows, bad = entries(tmp_path, "overflow"), steps(tmp_path)[1]
+    assert bad.applied
+    assert bad.num_replays == len(overflows) > 0
+    assert all(entry["step"] == 2 and 0 < entry["nonfinite_share"] <= 1 for entry in overflows)
+    assert bad.nonfinite_share == overflows[-1]["nonfinite_share"]
+    assert bad.scale == overflows[-1]["scale"]
+
+
+def test_layers_are_the_true_norms_of_every_hundredth_step(tmp_path):
+    model = net()
+    stepper = make("fp16 scale.init=256", tmp_path, model, accumulate=2)
+    truth = []
+    for i in range(200):
+        stepper.step(lambda: (model(X).float() - 1).square().mean())
+        if i == 198:  # half of the hundredth window: the other half is the same micro-batch
+            truth = [parameter.grad.norm().item() / 256 for parameter in model.parameters()]
+    stepper.close()
+    (layers,) = entries(tmp_path, "layers")
+    assert layers["step"] == 100
+    assert layers["parameters"] == [name for name, _ in model.named_parameters()]
+    assert layers["norms"] == pytest.approx(truth, rel=1e-5)  # two equal halves, so only fp32 rounding differs
+    assert math.hypot(*layers["norms"]) == pytest.approx(steps(tmp_path)[99].grad_norm, rel=1e-6)
+
+
+def test_a_run_that_resumes_marks_the_seam(tmp_path):
+    stepper = make("fp16 scale.init=256", tmp_path)
+    train(stepper, 4)
+    state, weights = stepper.state_dict(), copy.deepcopy(stepper.model.state_dict())
+    train(stepper, 3)
+    stepper.close()
+    model = net()
+    model.load_state_dict(weights)
+    stepper = make("fp16 scale.init=256", tmp_path, model)
+    stepper.load_state_dict(state)
+    train(stepper, 2)
+    stepper.close()
+    told = [(e["kind"], e.get("step")) for e in entries(tmp_path)]
+    assert told[-5:] == [("run", None), ("seam", 4), ("step", 5), ("step", 6), ("end", None)]
+    assert [step.step for step in steps(tmp_path)] == [1, 2, 3, 4, 5, 6, 7, 5, 6]
+
+
+def test_an_exhausted_scale_is_an_alert_for_everybody(tmp_path, caplog):
+    told = []
+    stepper = make("fp16 scale.init=1 on_overflow=skip", tmp_path, sinks=[told.append])
+    stepper.model[2].weight.register_hook(lambda gradient: gradient * math.inf)
+    with pytest.raises(halfstep.ScaleExhausted) as caught:
+        train(stepper, 70)
+    stepper.close()
+    alert = entries(tmp_path, "alert")[-1]
+    assert alert["rule"] == "scale-exhausted"
+    assert alert["message"] in str(caught.value)
+    assert alert["action"] == caught.value.fix
+    assert told[-1].rule == "scale-exhausted"
+    assert "scale-exhausted" in caplog.text
+    assert entries(tmp_path, "step")[-1]["step"] == stepper.num_steps
+
+
+def test_a_stepper_that_is_dropped_leaves_a_whole_log(tmp_path):
+    stepper = make("fp32", tmp_path)
+    train(stepper, 13)
+    gone = weakref.ref(stepper)
+    del stepper
+    gc.collect()
+    assert gone() is None
+    assert [step.step for step in steps(tmp_path)] == list(range(1, 14))
+    assert entries(tmp_path)[-1]["state"] == "finished"
+
+
+def test_a_copy_is_another_run_and_writes_nothing(tmp_path):
+    stepper = make("fp32", tmp_path)
+    other = copy.deepcopy(stepper)
+    train(other, 12)
+    stepper.close()
+    assert entries(tmp_path, "step") == []
+
+
+def test_a_script_that_fails_says_so_in_its_log(tmp_path):
+    script = (
+        "import torch, halfstep\n"
+        "model = torch.nn.Linear(2, 1)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        f"stepper = halfstep.Stepper(model, optimizer, 'fp32', log={str(tmp_path)!r})\n"
+        "for _ in range(3): stepper.step(lambda: model(torch.ones(1, 2)).sum())\n"
+        "raise RuntimeError('the loader is empty')\n"
+    )
+    done = subprocess.run([sys.executable, "-W", "error", "-c", script], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "the loader is empty" in done.stderr
+    assert [step.step for step in steps(tmp_path)] == [1, 2, 3]
+    end = entries(tmp_path)[-1]
+    assert (end["kind"], end["state"], end["reason"]) == ("end", "failed", "RuntimeError: the loader is empty")
+
+
+def test_reports_of_a_loop_are_kept(tmp_path):
+    stepper = make("bf16 master=copy", tmp_path)
+    meter = stepper.update_meter(every=1)
+    train(stepper, 2)
+    updates = meter.report()
+    stepper.record(updates)
+    ranges = ranges_of(stepper.capture(lambda: (stepper.model(X).float() - 1).square().mean()))
+    stepper.record(ranges)
+    stepper.close()
+    (kept,) = entries(tmp_path, "updates")
+    assert {name: kept[name] for name in updates.to_dict()} == json.loads(json.dumps(updates.to_dict()))
+    (kept,) = entries(tmp_path, "ranges")
+    assert kept["modules"] == json.loads(json.dumps(ranges.to_dict()["modules"]))
+    with pytest.raises(halfstep.HalfstepError, match=r"record\(Report\): no rule and no page reads it"):
+        stepper.record(Report())
+
+
+def test_nothing_of_a_run_changes_by_being_watched(tmp_path):
+    weights = []
+    for settings in ({"watch": False, "log": None}, {"log": None}, {"log": tmp_path}):
+        stepper = make("fp16 scale.init=1024 scale.interval=7", **settings)
+        train(stepper, 60)
+        weights.append([weight.clone() for weight in stepper.model.parameters()])
+        stepper.close()
+    for other in weights[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(weights[0], other, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"watch": False}, r"with watch=False: the log is what is watched\. Leave one of them out"),
+        ({"watch": "nowhere.toml"}, r"settings nowhere.toml: it cannot be read"),
+        ({"watch": halfstep.Watch(rules={"loss-spik": False})}, "rule 'loss-spik': no such rule of the guard"),
+        ({"watch": halfstep.Watch(golden=("nowhere",))}, "nowhere"),
+        ({"watch": halfstep.Watch(exporters=("excel:a",))}, "excel"),
+    ],
+)
+def test_settings_that_cannot_work_are_one_line_before_training(settings, message, tmp_path):
+    with pytest.raises(halfstep.HalfstepError, match=message):
+        make("fp32", tmp_path / "run", **settings)
