@@ -1,6 +1,7 @@
 """Imports flow one way: a module imports only from rows above its own, and the torch-free ones load without torch."""
 
 import ast
+import pkgutil
 import subprocess
 import sys
 from pathlib import Path
@@ -44,7 +45,7 @@ TORCH_FREE = {
     "output",
     "events",
     "hardware",
-    "policy output",
+    "policy",
     "doctor",
     "template",
     "cli",
@@ -92,6 +93,18 @@ def test_torch_free_parts_do_not_load_torch():
     modules = ", ".join(f"halfstep.{name}" for name in sorted(TORCH_FREE - {"__main__"}))
     program = f"import sys, halfstep, {modules}; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-W", "error", "-c", program]).returncode == 0
+
+
+def test_every_part_of_watch_loads_on_the_base_install():
+    """Neither torch nor what the extras bring is needed, but by the page while it is served."""
+    names = {module.name for module in pkgutil.walk_packages([str(ROOT / "watch")], "halfstep.watch.")}
+    names -= {"halfstep.watch.assets", "halfstep.watch.routes"}
+    extras = ("torch", "numpy", "plotly", "starlette", "uvicorn", "plotext", "apprise", "tensorboard", "wandb", "mlflow")
+    gone = "; ".join(f"sys.modules[{name!r}] = None" for name in (*extras, "prometheus_client"))
+    program = f"import sys; {gone}; import {', '.join(sorted(names))}"
+    result = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True)
+    assert result.stderr == ""
+    assert len(names) > 30
 
 
 def test_a_name_that_needs_torch_says_so_without_it():
