@@ -36,7 +36,6 @@ _MIB = 2.0**20
 _open: weakref.WeakSet[Watcher] = weakref.WeakSet()
 
 
-@atexit.register
 def _close_all() -> None:
     """The process ends: with what ended the script, if anything did."""
     error = getattr(sys, "last_value", None)
@@ -49,7 +48,7 @@ class _Waiting(NamedTuple):
 
     report: StepReport
     time: float
-    count: float | torch.Tensor
+    held: float | torch.Tensor
     parameters: Sequence[torch.Tensor]
     nonfinite_share: float | None
 
@@ -91,11 +90,15 @@ class Watcher:
         # Weakly, since a stepper and its watcher would keep each other, and an open region, until a garbage collection.
         tell = weakref.WeakMethod(on_alert)
         self.session = Session(run, settings, log, lambda alert: _call(tell(), alert))
+        # Ahead of the hooks that an exporter's package has registered by now: wandb's ends its service.
+        atexit.unregister(_close_all)
+        atexit.register(_close_all)
         self._num_elements = max(1, num_elements)
         self._device = scale.value.device
-        self._readback: Readback[_Waiting] = Readback()
-        self._answer: torch.Tensor | None = None
-        self._memory_mib: float | None = None
+        self._readback: Readback[_Waiting | None] = Readback()
+        self._agrees: bool | None = None
+        self._failure: str | None = None
+        self._memory_mib = _memory_mib(self._device)
         _open.add(self)
         self._last_read = time.monotonic()
 
@@ -108,14 +111,17 @@ class Watcher:
             tensors.append(verdict.count)
         waiting = _Waiting(report, time.time(), verdict.count, parameters, nonfinite_share)
         self._readback.put(waiting, *tensors)
+        self._failure = None
         is_due = report.step % EVERY == 0
         if is_due:
             self._see(waits=True)
             self._decide(report.step)
         now = time.monotonic()
-        if is_due or now - self._last_read > _LONGEST_S:
+        is_late = now - self._last_read > _LONGEST_S
+        if is_late:
             self._last_read = now
             self._memory_mib = _memory_mib(self._device)
+        if is_due or is_late:
             self._readback.send()
             self._see()
 
@@ -126,18 +132,19 @@ class Watcher:
     def resume(self, step: int) -> None:
         """The run goes on after ``step``, from a state."""
         self.flush()
-        self._answer = None
+        self._agrees = None
         self.event("seam", {"step": step})
 
     def alert(self, rule: str, step: int, error: HalfstepError) -> None:
-        """The run ends with ``error``."""
+        """The run ends with ``error``, unless it goes on all the same."""
         self.flush()
+        self._failure = f"{type(error).__name__}: {error}"
         self.session.alert(Alert(rule, step, "error", f"{error.what}: {error.why}", error.fix, self.session.rank))
 
     def close(self, reason: str | None = None) -> None:
         """End the session, with the ``reason`` of one that failed."""
         self.flush()
-        self.session.close(reason)
+        self.session.close(reason or self._failure)
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()  # a copy of a stepper is another run, which nobody watches
@@ -153,7 +160,10 @@ class Watcher:
 
     def _see(self, waits: bool = False) -> None:
         for waiting, tensors in self._readback.take(waits):
-            self._see_step(waiting, tensors)
+            if waiting is None:
+                self._agrees = bool(tensors[0].item())
+            else:
+                self._see_step(waiting, tensors)
 
     def _see_step(self, waiting: _Waiting, tensors: Sequence[torch.Tensor]) -> None:
         report = waiting.report
@@ -179,7 +189,7 @@ class Watcher:
             nonfinite_share=share if skipped or share is not None else 0.0,
             nonfinite_at_most=sum(size for _, size in bad) / self._num_elements,
             parameters=tuple(name for name, _ in bad),
-            count=tensors[-1].item() if isinstance(waiting.count, torch.Tensor) else waiting.count,
+            count=tensors[-1].item() if isinstance(waiting.held, torch.Tensor) else waiting.held,
             memory_mib=self._memory_mib,
         )
         self.session.see(step)
@@ -192,19 +202,17 @@ class Watcher:
     def _decide(self, step: int) -> None:
         """Lower the scale if the guard asks for it: of a replicated model, if it asks on every rank.
 
-        The ranks' answers are put together on the device and read at the next decision, so that nobody waits.
+        The ranks' answers are put together on the device and known at the next decision, so that nobody waits.
         """
         guard = self.session.guard
-        if self._group is None:
-            lowers = guard.lowers_scale
-        else:
-            answer, self._answer = self._answer, torch.full((), float(guard.lowers_scale), device=self._device)
-            torch.distributed.all_reduce(self._answer, torch.distributed.ReduceOp.MIN, self._group)
-            lowers = answer is not None and bool(answer)
-        if lowers:
-            self._answer = None  # given before this was known
-            if self._scale.back_off() is not None:
-                self.event("reduction", {"step": step, "scale": self._scale.value.item()})
+        lowers = guard.lowers_scale
+        if self._group is not None:
+            lowers, self._agrees = bool(self._agrees), None
+            answer = torch.full((), float(guard.lowers_scale and not lowers), device=self._device)
+            torch.distributed.all_reduce(answer, torch.distributed.ReduceOp.MIN, self._group)
+            self._readback.put(None, answer)
+        if lowers and self._scale.back_off() is not None:
+            self.event("reduction", {"step": step, "scale": self._scale.value.item()})
 
 
 def _call(tell: Callable[[Alert], None] | None, alert: Alert) -> None:

@@ -99,7 +99,7 @@ def test_every_part_of_watch_loads_on_the_base_install():
     """Neither torch nor what the extras bring is needed, but by the page while it is served."""
     names = {module.name for module in pkgutil.walk_packages([str(ROOT / "watch")], "halfstep.watch.")}
     names -= {"halfstep.watch.assets", "halfstep.watch.routes"}
-    extras = ("torch", "numpy", "plotly", "starlette", "uvicorn", "plotext", "apprise", "tensorboard", "wandb", "mlflow")
+    extras = ("torch", "numpy", "plotly", "starlette", "uvicorn", "apprise", "tensorboard", "wandb", "mlflow")
     gone = "; ".join(f"sys.modules[{name!r}] = None" for name in (*extras, "prometheus_client"))
     program = f"import sys; {gone}; import {', '.join(sorted(names))}"
     result = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True)

@@ -5,8 +5,8 @@
     check        the same rules over a finished run
     notify       an alert to people, over apprise, a webhook or a command
     exporters/   the same lines to TensorBoard, Weights & Biases, MLflow, Prometheus
-    store        an SQLite index of the lines, with extremes kept at every zoom
-    server       a live page of a folder of runs; terminal is its twin without a browser
+    store        an SQLite index of the lines with extremes kept at every zoom: index, intake, pyramid, metrics, layers
+    server       a live page of a folder of runs (runs, shelf, api, routes, access, assets, static/); terminal its twin
 
 Nothing here imports torch.
 """

@@ -51,7 +51,7 @@ def serve(
         Path(folder),
         host,
         port,
-        os.environ.get("HALFSTEP_WATCH_TOKEN"),
+        os.environ.get("HALFSTEP_WATCH_TOKEN") or None,
         golden or (),
         lambda url: print(f"watching {folder} at {url} (Ctrl-C ends it)", flush=True),
     )

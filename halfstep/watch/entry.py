@@ -1,6 +1,6 @@
 """What is in a log: one JSON object a line, each with its ``kind`` and the ``time`` that it was written, in seconds.
 
-    run          the start of a process that writes: see RunStart
+    run          the start of a process that writes: see RunStart; again where a lost file is made anew
     seam         a run goes on from a checkpoint: ``step`` is the last step that counts; later ones of before do not
     step         what one optimizer step did: see Step
     layers       every LAYERS_EVERY steps: ``step``, ``parameters`` and the true 2-norms of their gradients, ``norms``
@@ -11,15 +11,18 @@
     end          the process ended: ``state`` is finished or failed, ``reason`` why
 
 NaN and inf are the strings "NaN", "Infinity" and "-Infinity", which float() of Python and Number() of JavaScript read;
-a key that is left out has its default.
+a key that is left out has its default. Losses and norms of fp32 have the nine digits that tell every fp32 number from
+every other, and Step.from_entry gives back their exact bits; those of fp64 have all their digits.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from ctypes import c_float
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import Any, TypeGuard
 
 from halfstep.report import json_number
 
@@ -60,7 +63,13 @@ class Step:
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
     def to_entry(self) -> Entry:
-        entry: Entry = {"kind": "step"}
+        entry: Entry = {
+            "kind": "step",
+            "step": self.step,
+            "time": self.time,
+            "loss": _shortened(self.loss),
+            "grad_norm": _shortened(self.grad_norm),
+        }
         for name, default in _DEFAULTS.items():
             value = getattr(self, name)
             if value != default:
@@ -69,18 +78,32 @@ class Step:
 
     @classmethod
     def from_entry(cls, entry: Mapping[str, Any]) -> Step:
-        """The step of a line; ValueError, TypeError or KeyError when it is none."""
+        """The step of a line; ValueError, TypeError, OverflowError or KeyError when it is none."""
         known = {name: entry[name] for name in _DEFAULTS if name in entry}
-        for name in ("loss", "grad_norm", "scale", "time", "nonfinite_at_most", "count"):
+        for name in ("scale", "nonfinite_at_most", "count"):
             if name in known:
                 known[name] = float(known[name])
         if "parameters" in known:
             known["parameters"] = tuple(known["parameters"])
-        return cls(**known)
+        loss, grad_norm = _lengthened(float(entry["loss"])), _lengthened(float(entry["grad_norm"]))
+        return cls(entry["step"], float(entry["time"]), loss, grad_norm, **known)
 
 
-_NEEDED = object()
-_DEFAULTS = {f.name: _NEEDED if f.name in ("step", "time", "loss", "grad_norm") else f.default for f in fields(Step)}
+_DEFAULTS = {f.name: f.default for f in fields(Step)[4:]}
+
+
+def _shortened(value: float) -> float | str:
+    """A number of fp32 as the decimal of nine digits that identifies it; any other as it is."""
+    if not math.isfinite(value):
+        return str(json_number(value))
+    short = float(f"{value:.9g}")
+    return short if c_float(short).value == value else value
+
+
+def _lengthened(value: float) -> float:
+    """The number of fp32 that was written as ``value``; ``value`` itself, if none was."""
+    exact = c_float(value).value
+    return exact if float(f"{exact:.9g}") == value else value
 
 
 @dataclass(frozen=True)
@@ -114,3 +137,103 @@ class RunStart:
     def from_entry(cls, entry: Mapping[str, Any]) -> RunStart:
         names = {f.name for f in fields(cls)}
         return cls(**{name: value for name, value in entry.items() if name in names})
+
+
+_Check = Callable[[Any], bool]
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is float or (type(value) is int and abs(value) < _MOST) or value in _NOT_FINITE
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < _MOST
+
+
+def _or_none(check: _Check) -> _Check:
+    return lambda value: value is None or check(value)
+
+
+def _list_of(check: _Check) -> _Check:
+    return lambda value: isinstance(value, list) and all(map(check, value))
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+_MOST = 2**63
+"""Larger whole numbers are none of ours, and SQLite has none."""
+_NOT_FINITE = ("NaN", "Infinity", "-Infinity")
+_CHECKS: Mapping[str, _Check] = {
+    "number": _is_number,
+    "numbers": _list_of(_is_number),
+    "count": _is_count,
+    "text": _is_text,
+    "texts": _list_of(_is_text),
+    "flag": lambda value: isinstance(value, bool),
+    "table": lambda value: isinstance(value, dict),
+}
+_TABLE = """
+run       time:number rank:count? num_ranks:count? session:text? host:text? pid:count? policy:text? scale:table?
+run       info:table? num_elements:count?
+seam      step:count
+step      step:count time:number loss:number grad_norm:number scale:number? applied:flag? reason:text?
+step      num_replays:count? nonfinite_share:number? nonfinite_at_most:number? parameters:texts? count:number?
+step      memory_mib:number?
+layers    step:count parameters:texts norms:numbers
+overflow  step:count scale:number parameters:texts? nonfinite_share:number?
+promotion step:count
+alert     rule:text step:count severity:text message:text action:text rank:count?
+updates   step:count
+ranges    step:count
+gap       num_lost:count
+end       state:text
+"""
+"""Of each kind: the keys that somebody reads, and what they hold; ``?`` after a key that may be left out or null."""
+_SURE = {"number": float, "text": str, "flag": bool, "table": dict}
+"""What needs no closer look; of the other words, nothing that JSON gives."""
+_KEYS: dict[str, dict[str, tuple[type, _Check]]] = {}
+_NEEDED: dict[str, set[str]] = {}
+for _kind, *_keys in map(str.split, _TABLE.strip().splitlines()):
+    for _name, _word in (key.split(":") for key in _keys):
+        _what = _word.removesuffix("?")
+        _check = _CHECKS[_what] if _what == _word else _or_none(_CHECKS[_what])
+        _KEYS.setdefault(_kind, {})[_name] = _SURE.get(_what, object), _check
+        if _what == _word:
+            _NEEDED.setdefault(_kind, set()).add(_name)
+
+
+def is_entry(value: object) -> TypeGuard[Entry]:
+    """Whether a line holds an entry, with what its kind needs; one of a kind that is not known may hold anything."""
+    if not isinstance(value, dict) or not isinstance(kind := value.get("kind"), str):
+        return False
+    keys = _KEYS.get(kind)
+    if keys is None:
+        return True
+    if not _NEEDED[kind] <= value.keys():
+        return False
+    for name, content in value.items():
+        key = keys.get(name)
+        if key is not None and type(content) is not key[0] and not key[1](content):
+            return False
+    return True
+
+
+def line_of(entry: Entry) -> str:
+    """The line of an entry, without its end. TypeError, ValueError or RecursionError for what JSON cannot hold."""
+    try:
+        return _encode(entry)
+    except ValueError:  # a number that is not finite, deep in a report
+        return _encode(_strict(entry))
+
+
+_encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+
+
+def _strict(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _strict(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_strict(part) for part in value]
+    return json_number(value)

@@ -12,12 +12,9 @@ from halfstep.events import Alert
 from halfstep.watch import rules
 from halfstep.watch.entry import Entry, RunStart, Step
 from halfstep.watch.golden import Band
-from halfstep.watch.rule import Rule
+from halfstep.watch.rule import Finding, Rule
 from halfstep.watch.settings import Watch
 from halfstep.watch.window import SIZE, Window
-
-MOST_REDUCTIONS = 2
-"""Reductions of the scale in a row; what two do not mend, no scale does."""
 
 
 @cache
@@ -32,84 +29,111 @@ class Guard:
     """The rules over one rank of a run. The same entries give the same alerts, live and in a replay.
 
     Entries come in the order of the log. After each, :attr:`lowers_scale` says whether the scale should be lowered
-    once; whoever can do it calls :meth:`lowered`.
+    once. Who lowers it says so with an entry of kind ``reduction``, after whose ``step`` the lower scale holds.
     """
 
     def __init__(self, run: RunStart, settings: Watch | None = None, golden: Band | None = None) -> None:
-        self.window = Window(run, golden)
-        self._rules = _chosen(settings or Watch())
-        self._said: dict[str, tuple[str, int]] = {}  # of a rule that fires: the situation, and the step it last held
-        self._last_reduction: int | None = None
+        self._golden = golden
+        self._rules: dict[str, list[tuple[Rule, Mapping[str, float]]]] = {}  # by the kind that they are called after
+        for rule, limits in _chosen(settings or Watch()):
+            for kind in rule.kinds:
+                self._rules.setdefault(kind, []).append((rule, limits))
+        self._begin(run)
+
+    def _begin(self, run: RunStart) -> None:
+        self.window = Window(run, self._golden)
+        self._forget()
+
+    def _forget(self) -> None:
         self.lowers_scale = False
+        self._standing: dict[str, str] = {}  # by rule: the situation that its last look found
+        self._held: dict[tuple[str, str], int] = {}  # by rule and situation: the step at which a look found it last
 
     def see(self, entry: Entry | Step) -> list[Alert]:
         """The alerts that an entry brings."""
         window = self.window
         if isinstance(entry, Step):
             window.add(entry)
-            self._forgive()
-            return self._judge()
+            return self._judge("step")
         kind = entry["kind"]
-        if kind == "overflow":
-            window.overflow(entry)
+        if kind == "step":
+            return self.see(Step.from_entry(entry))
+        if kind == "run":
+            # A log that was lost and is made anew begins with the line of the same process once more.
+            if (run := RunStart.from_entry(entry)).session != window.run.session:
+                self._begin(run)
         elif kind == "seam":
             window.resume(entry["step"])
+            self._forget()
+        elif kind == "overflow":
+            window.overflow(entry)
+        elif kind == "reduction":
+            window.reduce(entry["step"])
+            self.lowers_scale = False
+        elif kind == "promotion":
+            window.promote(entry)
+            self.lowers_scale = False
         elif kind == "layers":
-            window.layers.append(entry)
+            window.add_layers(entry)
         elif kind == "updates":
             window.updates = entry
         elif kind == "ranges":
             window.ranges = entry
-        return []
+        return self._judge(kind)
 
     def tick(self, now: float) -> list[Alert]:
         """The alerts of a run that has been silent until ``now``, in seconds."""
-        if not self.window.steps:
-            return []
         self.window.now = now
-        return self._judge()
+        return self._judge("step")
 
-    def lowered(self) -> None:
-        """The scale was lowered because the guard asked for it."""
-        self.lowers_scale = False
-
-    def _judge(self) -> list[Alert]:
-        alerts = []
-        for rule, limits in self._rules:
-            finding = rule.check(self.window, limits)
-            if finding is None:
-                continue
-            step = self.window.last.step
-            situation, held = self._said.get(rule.name, (None, step))
-            self._said[rule.name] = (finding.situation, step)
-            if finding.lowers_scale:
-                self._lower(step)
-            if finding.situation == situation and step - held <= SIZE:
-                continue
-            alerts.append(
-                Alert(
-                    rule.name,
-                    finding.step if finding.step is not None else step,
-                    finding.severity or rule.severity,
-                    finding.message,
-                    finding.action,
-                    self.window.run.rank,
-                )
-            )
+    def _judge(self, kind: str) -> list[Alert]:
+        alerts: list[Alert] = []
+        if not self.window.steps:
+            return alerts
+        lowers = False
+        for rule, limits in self._rules.get(kind, ()):
+            try:
+                finding = rule.check(self.window, limits)
+            except Exception as error:  # never worth a run that trains
+                finding = _failed(error)
+            if finding is not None:
+                lowers |= finding.lowers_scale
+                if self._is_news(rule.name, finding.situation):
+                    alerts.append(self._alert(rule, finding))
+            elif self._standing:
+                self._standing.pop(rule.name, None)
+        if kind == "step":
+            self.lowers_scale = lowers and (self.lowers_scale or self._is_due())
         return alerts
 
-    def _lower(self, step: int) -> None:
-        """Ask for a lower scale, once a window and MOST_REDUCTIONS times in a row."""
-        is_due = self._last_reduction is None or step - self._last_reduction >= SIZE
-        if is_due and self.window.num_reductions < MOST_REDUCTIONS:
-            self.lowers_scale = True
-            self._last_reduction = step
-            self.window.num_reductions += 1
+    def _is_news(self, rule: str, situation: str) -> bool:
+        """Whether the situation has been gone for a window, or was never there."""
+        step = self.window.last.step
+        held = self._held.get((rule, situation))
+        stands = self._standing.get(rule) == situation
+        self._standing[rule] = situation
+        self._held[rule, situation] = step
+        return not stands and (held is None or step - held > SIZE)
 
-    def _forgive(self) -> None:
-        """A whole window without a non-finite gradient starts the count of reductions anew."""
-        if self.window.num_reductions and len(self.window.shares) == SIZE and not any(self.window.shares):
-            self.window.num_reductions = 0
+    def _alert(self, rule: Rule, finding: Finding) -> Alert:
+        step = finding.step if finding.step is not None else self.window.last.step
+        severity = finding.severity or rule.severity
+        return Alert(rule.name, step, severity, finding.message, finding.action, self.window.run.rank)
+
+    def _is_due(self) -> bool:
+        """Whether the scale was not lowered in this window, and the last step is one more that asks for it."""
+        window, step = self.window, self.window.last.step
+        is_first = window.reduced_at is None or step - window.reduced_at >= SIZE
+        return is_first and bool(window.faults) and window.faults[-1].step == step
+
+
+def _failed(error: Exception) -> Finding:
+    return Finding(
+        f"this rule failed: {type(error).__name__}: {error}",
+        "Training goes on, and so do the other rules; please report it.",
+        "failed",
+        severity="note",
+    )
 
 
 def _chosen(settings: Watch) -> list[tuple[Rule, Mapping[str, float]]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -16,7 +16,7 @@ class Finding:
     """What a rule sees in a window.
 
     message:   one line with the numbers: what happened. action: one sentence: what to do.
-    situation: tells findings of one rule apart; while it stays the same, the rule has said it once.
+    situation: tells findings of one rule apart: the guard says each once, and again when it has been gone for a window.
     step:      where it happened, if not in the last step of the window. severity: if not the rule's.
     lowers_scale: whether lowering the loss scale once would help.
     """
@@ -35,7 +35,9 @@ class Rule:
 
     name:    in kebab-case. summary: one sentence for lists. why: Markdown paragraphs with the numbers, for its page.
     limits:  the settings with their defaults; limit_notes: what each means, with its unit.
-    check:   called after every step, and by a clock while none comes; it looks, and changes nothing.
+    check:   called after every entry of one of ``kinds``; it looks, and changes nothing. It is called in the training
+             process, so the look that most steps end with takes constant time.
+    kinds:   of entries; ``step`` includes a clock that ticks while no step comes. What is found stands until the next.
     """
 
     name: str
@@ -45,6 +47,7 @@ class Rule:
     check: Callable[[Window, Mapping[str, float]], Finding | None]
     limits: Mapping[str, float] = field(default_factory=dict)
     limit_notes: Mapping[str, str] = field(default_factory=dict)
+    kinds: Sequence[str] = ("step",)
 
     def __post_init__(self) -> None:
         assert self.limits.keys() == self.limit_notes.keys(), f"{self.name}: a limit without a note"

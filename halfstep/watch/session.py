@@ -6,9 +6,11 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
+from halfstep.errors import HalfstepError
 from halfstep.events import Alert
 from halfstep.watch.entry import Entry, RunStart, Step
 from halfstep.watch.exporters import exporter_of
@@ -24,61 +26,117 @@ logger = logging.getLogger("halfstep")
 class Session:
     """Judges and keeps the entries of one process, in the order in which they come.
 
-    log:      folder of the run, or None to keep nothing. on_alert: called with every alert of the guard.
+    log:      folder of the run, or None to keep nothing, with no thread of its own.
+    on_alert: called with every alert of the guard; from the log's thread, for one of a run that is silent.
     Alerts also go to Python's logger ``halfstep``, to the log, and on rank 0 to the targets of ``settings``.
+
+    HalfstepError for settings, targets, exporters or a folder that cannot work. Later faults of ours are logged, and
+    stop nothing; an exception out of ``on_alert`` passes, where it was not called from a thread.
     """
 
     def __init__(
         self, run: RunStart, settings: Watch, log: str | os.PathLike[str] | None, on_alert: Callable[[Alert], None]
     ) -> None:
+        if settings.exporters and log is None:
+            raise HalfstepError(
+                f"exporters={list(settings.exporters)} without a log",
+                "the thread that writes the log feeds them",
+                "Name a folder with log=.",
+            )
         self.guard = Guard(run, settings, read_band(settings.golden) if settings.golden else None)
         self.rank = run.rank
         self._on_alert = on_alert
-        self._lock = threading.Lock()  # the log's thread asks the guard too, while the run is silent
-        name = "run" if log is None else Path(log).resolve().name
-        self._notifier = Notifier(settings.notify, name) if settings.notify and self.rank == 0 else None
-        exporters = [exporter_of(e, name) if isinstance(e, str) else e for e in settings.exporters]
-        self._log = None if log is None else Log(log, run.rank, self._lost, self._tick, exporters)
+        # The log's thread asks the guard too, while the run is silent; and a signal's handler may come in between.
+        self._lock = threading.RLock()
         self._is_open = True
-        self._put(run.to_entry())
+        self._is_judging = True
+        self._notifier: Notifier | None = None
+        self._log: Log | None = None
+        name = "run" if log is None else Path(log).resolve().name
+        with ExitStack() as made:
+            if settings.notify and self.rank == 0:
+                self._notifier = Notifier(settings.notify, name)
+                made.callback(self._notifier.close)
+            exporters = []
+            for word in settings.exporters:
+                if not isinstance(word, str):
+                    exporters.append(word)
+                elif self.rank == 0:
+                    exporters.append(exporter_of(word, name))
+                    made.callback(exporters[-1].close)
+            if log is not None:
+                with self._lock:  # its thread may ask the guard at once, and the run's line is the first
+                    self._log = Log(log, run.rank, logger.warning, self._tick, exporters)
+                    self._log.put(run.to_entry())
+            made.pop_all()
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether somebody keeps or gets what the session is told."""
+        return self._log is not None or self._notifier is not None
 
     def see(self, entry: Entry | Step) -> None:
         """Keep ``entry`` and judge it."""
-        self._put(entry.to_entry() if isinstance(entry, Step) else entry)
         with self._lock:
-            alerts = self.guard.see(entry)
+            self._put(entry)
+            alerts = self._judge(lambda: self.guard.see(entry))
+        self._tell(alerts)
         for alert in alerts:
-            self.alert(alert)
+            self._on_alert(alert)
 
     def alert(self, alert: Alert) -> None:
         """Tell ``alert`` to everybody."""
-        logger.warning("step %d, rank %d, %s: %s. %s", alert.step, alert.rank, alert.rule, alert.message, alert.action)
-        self._put({"kind": "alert", "time": time.time(), **alert.to_dict()})
-        if self._notifier:
-            self._notifier.put(alert)
+        self._keep(alert)
+        self._tell([alert])
         self._on_alert(alert)
 
     def close(self, reason: str | None = None) -> None:
         """End the session, with the ``reason`` of one that failed. Safe to call twice."""
-        if not self._is_open:
-            return
-        self._is_open = False
-        state = {"state": "finished"} if reason is None else {"state": "failed", "reason": reason}
-        self._put({"kind": "end", "time": time.time(), **state})
+        with self._lock:
+            if not self._is_open:
+                return
+            self._is_open = False
+            state = {"state": "finished"} if reason is None else {"state": "failed", "reason": reason}
+            self._put({"kind": "end", "time": time.time(), **state})
         if self._log:
             self._log.close()
         if self._notifier:
             self._notifier.close()
 
-    def _put(self, entry: Entry) -> None:
+    def _put(self, entry: Entry | Step) -> None:
         if self._log:
             self._log.put(entry)
 
+    def _judge(self, judge: Callable[[], list[Alert]]) -> list[Alert]:
+        """The guard's alerts, which are in the log then. A guard that fails says so once, and judges no more."""
+        if not (self._is_open and self._is_judging):
+            return []
+        try:
+            alerts = judge()
+        except Exception:
+            self._is_judging = False
+            logger.exception("the guard has a fault of its own and judges no more; the run and its log go on")
+            return []
+        for alert in alerts:
+            self._keep(alert)
+        return alerts
+
+    def _keep(self, alert: Alert) -> None:
+        self._put({"kind": "alert", "time": time.time(), **alert.to_dict()})
+
+    def _tell(self, alerts: Sequence[Alert]) -> None:
+        for alert in alerts:
+            what = " ".join(f"{alert.message.rstrip('. ')}. {alert.action}".split())
+            logger.warning("step %d, rank %d, %s: %s", alert.step, alert.rank, alert.rule, what)
+            if self._notifier:
+                self._notifier.put(alert)
+
     def _tick(self) -> None:
         with self._lock:
-            alerts = self.guard.tick(time.time())
+            alerts = self._judge(lambda: self.guard.tick(time.time()))
+        self._tell(alerts)
         for alert in alerts:
-            self.alert(alert)
-
-    def _lost(self, line: str) -> None:
-        logger.warning("%s", line)
+            try:
+                self._on_alert(alert)
+            except Exception:
+                logger.exception("a sink failed with the alert %s", alert.rule)

@@ -32,8 +32,8 @@ class Watch:
     golden:    folders of runs whose losses the run has to follow.
     notify:    targets of alerts: ``webhook:URL``, ``command:WORDS``, or any URL of apprise. ``$NAME`` in a target is
                read from the environment, so that no secret is in a file.
-    exporters: ``tensorboard:FOLDER``, ``wandb:PROJECT``, ``mlflow:EXPERIMENT``, or an object with the methods of
-               :class:`Exporter`.
+    exporters: ``tensorboard:FOLDER``, ``wandb:PROJECT``, ``mlflow:EXPERIMENT``, ``prometheus:FILE``, or an object with
+               the methods of :class:`Exporter`.
     """
 
     rules: Mapping[str, bool | Mapping[str, float]] = field(default_factory=dict)

@@ -2,50 +2,60 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 from halfstep.errors import and_more
 from halfstep.watch.rule import Finding, Rule
 from halfstep.watch.window import SIZE, Window
 
+_FIND = "Find the operation with Stepper(explain=True) or halfstep trace, and keep its module in fp32"
+
 
 def check(window: Window, limits: Mapping[str, float]) -> Finding | None:
     pct = 100 * window.share
     if pct <= limits["share_pct"]:
         return None
-    bad = [step for step, share in zip(window.steps, window.shares, strict=True) if share]
-    names = and_more(list(dict.fromkeys(name for step in bad for name in step.parameters)))
-    where = f" in {names}" if names else ""
-    what = f"{pct:.3g} % of the gradient elements of the last {SIZE} steps were inf or NaN{where}"
-    first = bad[0].step
-    if any(not math.isfinite(step.loss) for step in bad):
+    faults, scale = window.faults, window.scale
+    where = f" in {and_more(faults[-1].modules)}" if faults[-1].modules else ""
+    what = f"{pct:.3g} % of the gradient elements of {SIZE} steps were inf or NaN{where}"
+    first, since = faults[0].step, f" after {window.promoted} went to fp32" if window.promoted else ""
+    if any(fault.is_forward for fault in faults):
         return Finding(
-            f"{what}, and so was the loss: the fault is in the forward pass or the data, no loss scale can mend it",
-            "Find the operation with Stepper(explain=True) or halfstep trace, and keep its module in fp32.",
-            "forward",
+            f"{what}, and so was the loss: the fault is in the forward pass or the data, and no loss scale can mend it",
+            f"{_FIND}; look at the batch, too.",
+            f"forward{since}",
             first,
             "error",
         )
-    if not window.run.has_dynamic_scale:
+    if scale.kind != "dynamic":
+        fixed = f"the loss scale stays at {window.last.scale:g}" if scale.kind == "static" else "there is no loss scale"
         return Finding(
-            what,
-            "Look at the batch and the learning rate of these steps; there is no dynamic loss scale to lower.",
-            "no scale",
+            f"{what}, with a finite loss; {fixed}, so nothing was lowered",
+            f"{_FIND}; or look at the batch and the learning rate of these steps."
+            if scale.kind == "none"
+            else "Lower scale.init, or let the scale find its level with scale=dynamic.",
+            f"{scale.kind}{since}",
             first,
         )
-    if window.num_reductions >= 2:
+    at_floor = min(window.last.scale, *(fault.scale for fault in faults)) <= scale.floor
+    if at_floor or window.num_reductions >= limits["reductions"]:
+        why = (
+            f"also at {scale.floor:g}, the floor of the loss scale"
+            if at_floor
+            else f"although the guard lowered the loss scale {window.num_reductions} times, to {window.last.scale:g}"
+        )
         return Finding(
-            f"{what}, although the loss scale was lowered twice: no scale can mend this",
-            "Find the operation with Stepper(explain=True) or halfstep trace; bf16 has the range that fp16 lacks.",
-            "exhausted",
-            first,
+            f"{what}, {why}: no scale can mend this, and the guard lowers it no more",
+            f"{_FIND} (on_exhausted=promote does so by itself), or train in bf16, which has the range that fp16 lacks.",
+            f"no scale mends it{since}",
+            faults[-1].step,
             "error",
         )
+    who = "the guard lowers it once" if window.run.num_ranks == 1 else "the guard lowers it once if every rank asks"
     return Finding(
-        f"{what} at a loss scale of {window.last.scale:g}, which is lowered once",
-        "Nothing, if it stays at this; else look at the module named here with halfstep ranges.",
-        f"lowered {window.num_reductions}",
+        f"{what}, with a finite loss, at a loss scale of {faults[-1].scale:g}: {who}",
+        "Nothing, if it stays at this; if it comes back, look at the module named here with halfstep ranges.",
+        f"lower{since}",
         first,
         lowers_scale=True,
     )
@@ -55,8 +65,33 @@ RULE = Rule(
     name="nonfinite-gradients",
     severity="warning",
     summary="More than 0.1 % of the gradient elements of a window were inf or NaN.",
-    why="",
+    why="""\
+The rule counts elements, not steps: the non-finite elements of the gradients of the last 100 steps, over all their
+elements, with those of micro-batches that ran again. 0.1 % is one step in which a tenth of all elements is bad, or ten
+steps with one in a hundred. Where nobody counted the elements, a parameter whose gradient has a norm that is not
+finite counts whole.
+
+A healthy dynamic scale overflows too. With the usual settings (first scale 65536, half on an overflow, twice as much
+after 2000 clean steps) and gradients that fit up to a scale of 1024, 20,000 steps hold 15 overflows: 6 in the first
+steps, while the scale comes down, and one each time it tries 2048 again. Every one of them would be 1 % of a window.
+So an overflow does not count at a scale that has not held yet: until 20 clean steps in a row at the start of a run, and
+for as long after the scale has grown or the run has been resumed; as many at one scale as lower it, and none at the
+floor. Nor does it count where the scale has grown to a level at which it failed before, however late: gradients of
+uneven size let it hold for a while. They are in the log all the same.
+
+What counts lowers the loss scale once, in the same step on all ranks of a replicated model, and at most once in 100
+steps. Only what happens after that counts further. The guard gives up, and says so, when two reductions in a row did
+not help, when the gradient is not finite at the floor of the scale, and when the loss is not finite: the loss is
+computed before it is scaled, so that no scale mends it. 100 clean steps, or a module that was promoted to fp32, start
+it anew. With bf16, fp32 or a static scale there is nothing to lower, and the rule only tells.
+
+The modules are named from the loss backwards, since inf and NaN spread that way: where many are named, the first is
+nearest to the cause.
+""",
     check=check,
-    limits={"share_pct": 0.1},
-    limit_notes={"share_pct": "% of the gradient elements of a window"},
+    limits={"share_pct": 0.1, "reductions": 2},
+    limit_notes={
+        "share_pct": "% of the gradient elements of a window",
+        "reductions": "of the loss scale in a row, after which the guard gives up",
+    },
 )

@@ -1,0 +1,125 @@
+// The page of one run.
+
+import { Alerts } from "./alerts.js";
+import { ask } from "./ask.js";
+import { decimalAxis, linearAxis, upwardAxis } from "./axes.js";
+import { Column } from "./column.js";
+import { EventStrip } from "./event_strip.js";
+import { LayerStrip } from "./layer_strip.js";
+import { loadPlotly } from "./plot.js";
+import { RangesChart } from "./ranges_chart.js";
+import { RunHeader } from "./run_header.js";
+import { ScaleStrip } from "./scale_strip.js";
+import { Strip } from "./strip.js";
+import { countText, element, runAddress, say, toNumber } from "./text.js";
+import { View } from "./view.js";
+
+/** The curves that runs have; a page makes a Strip of each. */
+export const CURVES = {
+  loss: { title: "Loss", height: 260, axis: linearAxis, logAxis: decimalAxis, canBeLog: true, hasTrend: true },
+  grad_norm: { title: "Gradient norm", note: "True 2-norm before clipping.", axis: decimalAxis, hasTrend: true },
+  steps_per_s: { title: "Steps a second", axis: upwardAxis, hasTrend: true, of: "seconds", change: perSecond },
+  count_per_s: {
+    title: "Count a second",
+    note: "Tokens, samples or micro-batches: the unit of the loss's count.",
+    axis: upwardAxis,
+    hasTrend: true,
+  },
+  memory_mib: { title: "Memory", note: "MiB, the most so far.", axis: linearAxis },
+};
+
+function perSecond(seconds) {
+  return seconds > 0 ? 1 / seconds : null;
+}
+
+/** A series of the JSON as a line to draw. */
+export function lineOf(series, change = (value) => value) {
+  const steps = series?.steps ?? [];
+  const values = (series?.values ?? []).map((value) => change(toNumber(value)));
+  const bad = (series?.nonfinite ?? []).map(([step, value]) => [step, toNumber(value)]);
+  return { steps, values, marks: bad };
+}
+
+export function runPage(page, name) {
+  document.title = `${name}: halfstep watch`;
+  const view = new View();
+  const makeStrip = ([key, curve]) => [key, new Strip(view, { name: key, ...curve })];
+  const strips = Object.fromEntries(Object.entries(CURVES).map(makeStrip));
+  const events = new EventStrip(view);
+  const scale = new ScaleStrip(view);
+  const layers = new LayerStrip(view);
+  const { loss, grad_norm, steps_per_s, count_per_s, memory_mib } = strips;
+  const charts = [events, loss, grad_norm, scale, steps_per_s, count_per_s, memory_mib, layers];
+  for (const chart of [count_per_s, memory_mib, layers]) chart.node.hidden = true;
+  const golden = element("p", { class: "note", hidden: "" }, element("i", { class: "swatch golden" }), " golden band");
+  loss.gutter.append(golden);
+  let askNow = () => {};
+  let rank = null;
+  const column = new Column(view, charts, () => askNow());
+  const header = new RunHeader(name, (chosen) => {
+    rank = chosen;
+    askNow();
+  });
+  const alerts = new Alerts(view, column.node);
+  const ranges = new RangesChart();
+  const progress = element("p", { class: "note" });
+  const below = element("div", { class: "strips" }, ranges.node);
+  page.replaceChildren(header.node, progress, column.node, below, alerts.node);
+
+  function show(data) {
+    header.show(data.run);
+    say(progress, progressText(data));
+    column.node.hidden = !data.run.num_steps;
+    view.whole = [data.run.first_step, data.run.last_step];
+    const items = alerts.show(data.alerts, data.events ?? [], data.run.ranks?.length > 1);
+    const lanes = events.show(items);
+    const { series } = data;
+    for (const [key, strip] of Object.entries(strips)) {
+      strip.lines = [{ ...lineOf(series[strip.of ?? key], strip.change), color: "line" }];
+    }
+    loss.band = data.golden ? bandOf(data.golden) : null;
+    golden.hidden = !loss.band;
+    scale.lines = [{ ...lineOf(series.scale), color: "line" }];
+    scale.marks = { skips: data.skips, replays: data.replays };
+    count_per_s.node.hidden = isSame(count_per_s.lines[0], steps_per_s.lines[0]);
+    memory_mib.node.hidden = !memory_mib.lines[0].steps.length;
+    layers.node.hidden = !data.layers;
+    if (data.layers) layers.show(data.layers);
+    for (const chart of charts) if (chart !== events) chart.lanes = lanes;
+    ranges.show(data.ranges ?? null);
+    column.draw();
+  }
+
+  function address() {
+    const query = new URLSearchParams({ points: column.points });
+    if (rank !== null) query.set("rank", rank);
+    if (view.wanted) {
+      const [first, last] = view.wanted;
+      query.set("first", first);
+      query.set("last", last);
+    }
+    return { run: `${runAddress(name)}.json?${query}` };
+  }
+
+  loadPlotly().then(() => {
+    column.draw();
+    ranges.draw();
+  });
+  askNow = ask(address, (_, data) => show(data), (_, line) => header.showGone(line));
+}
+
+function progressText({ is_complete, run }) {
+  if (!is_complete) return `Reading the log: ${countText(run.num_steps, "step")} so far.`;
+  return run.num_steps ? "" : "The charts begin with the first step.";
+}
+
+function bandOf({ steps, low, high }) {
+  return { steps, low: low.map(toNumber), high: high.map(toNumber) };
+}
+
+/** Whether a window counts as one: then its count a second tells nothing of its own. */
+function isSame(count, steps) {
+  const at = count.values.length - 1;
+  if (at < 0) return true;
+  return count.values.length === steps.values.length && Math.abs(count.values[at] / steps.values[at] - 1) < 1e-6;
+}

@@ -1,0 +1,127 @@
+"""Two ranks of a replicated model: they lower the loss scale in the same step, or not at all."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+SCRIPT = """
+import json, os, sys
+import torch
+from torch import nn
+from halfstep import Stepper
+from halfstep.events import Alert
+
+torch.set_num_threads(1)
+folder = sys.argv[1]
+child = os.fork()
+rank = int(child == 0)
+os.environ.update(RANK=str(rank), WORLD_SIZE="2")
+
+
+class Multiply(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.factor, None
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = nn.Linear(4, 8), nn.Linear(8, 1)
+        self.factor = 1.0
+
+    def forward(self, x):
+        return self.head(Multiply.apply(self.body(x), self.factor).tanh())
+
+
+def train(name, num_steps, factor, loss):
+    net = Net()
+    events = []
+    model = nn.parallel.DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    policy = "fp32 scale=dynamic on_overflow=skip scale.init=1024"
+    stepper = Stepper(model, optimizer, policy, sinks=[events.append], log=f"{folder}/{name}")
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(rank))
+    scales = []
+    for step in range(1, num_steps + 1):
+        net.factor = factor(step) if rank == 1 else 1.0
+        times = loss(step) if rank == 1 else 1.0
+        scales.append(stepper.step(lambda: times * (model(x) - 1).square().mean()).scale)
+    stepper.close()
+    said = [[a.rule, a.step, a.rank, a.severity, a.message] for a in events if isinstance(a, Alert)]
+    return {"scales": scales, "alerts": said}
+
+
+code = 1
+try:
+    store = torch.distributed.FileStore(f"{folder}/store", 2)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    inf, nan = float("inf"), float("nan")
+    found = {
+        "gradient": train("gradient", 110, lambda step: inf if step in (30, 64) else 1.0, lambda step: 1.0),
+        "loss": train("loss", 60, lambda step: 1.0, lambda step: nan if step == 30 else 1.0),
+    }
+    torch.distributed.destroy_process_group()
+    with open(f"{folder}/found-{rank}.json", "w") as file:
+        json.dump(found, file)
+    code = 0
+finally:
+    if rank == 1:
+        os._exit(code)
+    sys.exit(code or os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    environment = {**os.environ, "PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", SCRIPT, str(folder)],
+        env=environment, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return folder, [json.loads((folder / f"found-{rank}.json").read_text()) for rank in (0, 1)]
+
+
+def lines(folder, name, rank, kind):
+    text = (folder / name / f"rank-{rank:05d}.jsonl").read_text()
+    return [entry for entry in map(json.loads, text.splitlines()) if entry["kind"] == kind]
+
+
+def said(found, rule="nonfinite-gradients"):
+    return [tuple(alert[1:4]) for alert in found["alerts"] if alert[0] == rule]
+
+
+def test_a_gradient_that_is_inf_on_one_rank_lowers_the_scale_of_both_in_one_step(ranks):
+    """Once, although both ask for it twice in a window; by itself the scale halves after steps 30 and 64."""
+    folder, found = ranks
+    for rank in (0, 1):
+        assert [entry["step"] for entry in lines(folder, "gradient", rank, "reduction")] == [50]
+        scales = found[rank]["gradient"]["scales"]
+        assert scales == [1024.0] * 30 + [512.0] * 20 + [256.0] * 14 + [128.0] * 46
+        assert said(found[rank]["gradient"]) == [(30, rank, "warning")]
+        assert "lowers it once if every rank asks" in found[rank]["gradient"]["alerts"][0][-1]
+
+
+def test_a_loss_that_is_not_finite_on_one_rank_lowers_it_on_none(ranks):
+    """Rank 0 sees a finite loss and a bad gradient, and asks; rank 1 knows better."""
+    folder, found = ranks
+    for rank, severity in enumerate(("warning", "error")):
+        assert lines(folder, "loss", rank, "reduction") == []
+        assert found[rank]["loss"]["scales"] == [1024.0] * 30 + [512.0] * 30
+        assert said(found[rank]["loss"]) == [(30, rank, severity)]
+    assert said(found[0]["loss"], "loss-not-finite") == []
+    assert said(found[1]["loss"], "loss-not-finite") == [(30, 1, "error")]
