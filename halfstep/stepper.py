@@ -255,7 +255,7 @@ class Stepper:
                 f"record({type(report).__name__})", "no rule and no page reads it", "Record an UpdateReport or ranges."
             )
         if self._watcher:
-            self._watcher.event(kind, {"step": self.num_steps, **report.to_dict()})
+            self._watcher.event(kind, {**report.to_dict(), "step": self.num_steps})
 
     def close(self) -> None:
         """End the log: write what is left of it. At the end of a process this happens by itself."""
@@ -345,7 +345,7 @@ class Stepper:
                 norms, norm = norms_of(gradients.values())
                 loss_value, norm_value = torch.stack([loss.detach().float(), norm]).tolist()
                 if math.isfinite(norm_value):
-                    window.norm = norm if self.accumulate == 1 and not kept else None
+                    window.norms = (norms, norm) if self.accumulate == 1 and not kept else None
                     self._had_hopeless = False
                     break
                 bad = nonfinite(gradients, norms)
@@ -530,7 +530,7 @@ class Stepper:
 
         def evaluate() -> torch.Tensor:
             take_gradients(self.optimizer)
-            window.num_micro_batches, window.loss_sum, window.count, window.norm = 0, None, 0.0, None
+            window.num_micro_batches, window.loss_sum, window.count, window.norms = 0, None, 0.0, None
             window.add(*self._differentiate(closure))
             with torch.no_grad():
                 gradients, verdict = self._judge(window)

@@ -11,7 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -71,8 +71,10 @@ class Watcher:
         on_alert: Callable[[Alert], None],
     ) -> None:
         self._scale = scale
+        self._group = None
+        if isinstance(model, DistributedDataParallel):
+            self._group, model = model.process_group, cast(nn.Module, model.module)
         self._parameters = {id(p): (name, p.numel()) for name, p in model.named_parameters()}
-        self._group = model.process_group if isinstance(model, DistributedDataParallel) else None
         rank, num_ranks = _rank()
         num_elements = sum(p.numel() for p in model.parameters() if p.requires_grad)
         run = RunStart(
@@ -106,11 +108,10 @@ class Watcher:
         self, report: StepReport, verdict: Verdict, parameters: Sequence[torch.Tensor], nonfinite_share: float | None
     ) -> None:
         """A window has ended. parameters: those that had a gradient, in the order of the verdict's norms."""
-        tensors = [verdict.numbers, *([] if verdict.norms is None else [verdict.norms])]
-        if isinstance(verdict.count, torch.Tensor):
-            tensors.append(verdict.count)
-        waiting = _Waiting(report, time.time(), verdict.count, parameters, nonfinite_share)
-        self._readback.put(waiting, *tensors)
+        count = verdict.count
+        tensors = [count] if isinstance(count, torch.Tensor) else []
+        waiting = _Waiting(report, time.time(), count, parameters, nonfinite_share)
+        self._readback.put(waiting, verdict.numbers, verdict.norms, *tensors)
         self._failure = None
         is_due = report.step % EVERY == 0
         if is_due:
@@ -166,38 +167,46 @@ class Watcher:
                 self._see_step(waiting, tensors)
 
     def _see_step(self, waiting: _Waiting, tensors: Sequence[torch.Tensor]) -> None:
-        report = waiting.report
-        named: list[tuple[str, int]] = []
-        norms: list[float] = []
+        report, share = waiting.report, waiting.nonfinite_share
         loss, grad_norm, scale, skipped = tensors[0].tolist()
         report.arrived((loss, grad_norm, scale, skipped))
-        has_layers = report.step % LAYERS_EVERY == 0
-        if (skipped or has_layers) and len(tensors[1:]) and len(tensors[1]) == len(waiting.parameters):
-            norms = tensors[1].tolist()
-            named = [self._parameters.get(id(p), ("", 0)) for p in waiting.parameters]
-        bad = [of for of, norm in zip(named, norms, strict=True) if not math.isfinite(norm)]
-        share = waiting.nonfinite_share
-        step = Step(
-            step=report.step,
-            time=waiting.time,
-            loss=loss,
-            grad_norm=grad_norm,
-            scale=scale,
-            applied=not skipped,
-            reason=report.reason,
-            num_replays=report.num_replays,
-            nonfinite_share=share if skipped or share is not None else 0.0,
-            nonfinite_at_most=sum(size for _, size in bad) / self._num_elements,
-            parameters=tuple(name for name, _ in bad),
-            count=tensors[-1].item() if isinstance(waiting.held, torch.Tensor) else waiting.held,
-            memory_mib=self._memory_mib,
+        count = tensors[-1].item() if isinstance(waiting.held, torch.Tensor) else waiting.held
+        names, at_most = self._not_finite(waiting, tensors) if skipped else ((), 0.0)
+        self.session.see(
+            Step(
+                report.step,
+                waiting.time,
+                loss,
+                grad_norm,
+                scale,
+                not skipped,
+                report.reason if skipped else None,
+                report.num_replays,
+                0.0 if share is None and not skipped else share,
+                at_most,
+                names,
+                count,
+                self._memory_mib,
+            )
         )
-        self.session.see(step)
-        if has_layers and norms:
-            # Those of the scaled sums; their whole has the true norm.
-            unit = grad_norm / math.hypot(*norms) if any(norms) else 1.0
-            true = [json_number(norm * unit) for norm in norms]
-            self.event("layers", {"step": report.step, "parameters": [name for name, _ in named], "norms": true})
+        if report.step % LAYERS_EVERY == 0:
+            self._see_layers(waiting, tensors[1].tolist(), grad_norm)
+
+    def _not_finite(self, waiting: _Waiting, tensors: Sequence[torch.Tensor]) -> tuple[tuple[str, ...], float]:
+        """The parameters whose gradient had a norm that was not finite, and their share of all elements."""
+        bad = [
+            self._parameters.get(id(parameter), ("", 0))
+            for parameter, norm in zip(waiting.parameters, tensors[1].tolist(), strict=True)
+            if not math.isfinite(norm)
+        ]
+        return tuple(name for name, _ in bad), sum(size for _, size in bad) / self._num_elements
+
+    def _see_layers(self, waiting: _Waiting, norms: list[float], grad_norm: float) -> None:
+        # Those of the scaled sums; their whole has the true norm.
+        unit = grad_norm / math.hypot(*norms) if any(norms) else 1.0
+        names = [self._parameters.get(id(parameter), ("", 0))[0] for parameter in waiting.parameters]
+        true = [json_number(norm * unit) for norm in norms]
+        self.event("layers", {"step": waiting.report.step, "parameters": names, "norms": true})
 
     def _decide(self, step: int) -> None:
         """Lower the scale if the guard asks for it: of a replicated model, if it asks on every rank.

@@ -24,8 +24,8 @@ class Window:
     count: torch.Tensor | float = 0.0
     num_replays: int = 0
     nonfinite_share: float | None = None
-    norm: torch.Tensor | None = None
-    """Norm of the scaled gradient, where a replay's verdict has taken it already."""
+    norms: tuple[torch.Tensor, torch.Tensor] | None = None
+    """The norm of each scaled gradient and of all together, where a replay's verdict has taken them already."""
 
     def add(self, loss: torch.Tensor, count: float | torch.Tensor) -> None:
         """One more micro-batch. A loss in fp64 keeps its digits, for the line search of an LBFGS."""
@@ -45,8 +45,8 @@ class Verdict:
     numbers: torch.Tensor
     """Loss, norm, scale and ``found``, as the report reads them."""
     count: torch.Tensor | float
-    norms: torch.Tensor | None
-    """Of each scaled gradient; None where a replay has taken the norm of all of them already."""
+    norms: torch.Tensor
+    """Of each scaled gradient."""
 
 
 def read_loss(result: Loss, like: torch.Tensor) -> tuple[torch.Tensor, float | torch.Tensor]:
@@ -87,7 +87,7 @@ def judge(window: Window, gradients: Gradients, scale: NoScale, unit: float, max
     """The verdict on the sums of a window's scaled gradients. Nothing is read from the device, and nothing changed."""
     assert window.loss_sum is not None, "a window holds something"
     # Unscale: the true gradient is their mean over the window's count.
-    norms, scaled_norm = norms_of(gradients.values()) if window.norm is None else (None, window.norm)
+    norms, scaled_norm = window.norms or norms_of(gradients.values())
     divisor = window.count / unit
     if scale.kind != "none":
         divisor = scale.value * divisor

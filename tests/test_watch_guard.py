@@ -196,11 +196,12 @@ def test_a_request_lasts_until_it_is_granted_or_the_fault_is_gone():
     assert "the guard lowers it once if every rank asks" in run.alerts[0].message
 
 
-def test_a_promotion_is_a_new_situation():
-    run = Run(kind="none", fault=lambda step: 0.2, watch=ONLY_SCALE).run(50)
+@pytest.mark.parametrize("kind", ["none", "static", "dynamic"])
+def test_a_promotion_is_a_new_situation(kind):
+    run = Run(lambda step: 2.0**20, kind=kind, fault=lambda step: 0.2 * (step in (40, 70)), watch=ONLY_SCALE).run(50)
     run.see({"kind": "promotion", "time": 0.0, "step": 51, "module": "body.0", "policy": "", "reason": ""})
     run.run(60)
-    assert [alert.step for alert in run.alerts] == [1, 52]
+    assert [alert.step for alert in run.alerts] == [40, 70]
 
 
 # --- a replay --------------------------------------------------------------------------------------------------------

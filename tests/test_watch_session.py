@@ -127,6 +127,23 @@ def test_a_run_that_failed_says_why(tmp_path):
 
 
 @pytest.mark.usefixtures("stand_in")
+def test_an_alert_of_the_clock_during_the_start_comes_after_the_runs_line(tmp_path, monkeypatch):
+    class Early(log.Log):
+        def __init__(self, folder, rank, on_lost, on_idle, exporters):
+            super().__init__(folder, rank, on_lost, lambda: None, exporters)
+            self.asking = threading.Thread(target=on_idle)
+            self.asking.start()
+            self.asking.join(0.05)
+
+    monkeypatch.setattr(session, "Log", Early)
+    one = Session(RUN, Watch(), tmp_path, lambda alert: None)
+    one._log.asking.join()
+    one.close()
+    raw = [json.loads(line)["kind"] for line in file_of(tmp_path, 0).read_text().splitlines()]
+    assert raw == ["run", "alert", "end"]
+
+
+@pytest.mark.usefixtures("stand_in")
 def test_every_alert_of_two_threads_is_told_once_and_before_the_end(tmp_path, post, caplog):
     told = []
     one = Session(RUN, Watch(notify=("command:x",)), tmp_path / "my-run", told.append)

@@ -165,7 +165,7 @@ class Store:
 
     def _summary(self, db: sqlite3.Connection) -> dict[str, Any]:
         progress = Progress.read(db)
-        state, why = _state(db, progress)
+        state, why = _state(db, progress) if self._seen else ("reading", "its log is being read")
         first, last = _clip(db, None, None)
         num_steps, num_skipped, num_replays = metrics.totals(db, first, last)
         newest = db.execute("SELECT loss, grad_norm, scale FROM steps_0 WHERE key = ?", (last,)).fetchone()

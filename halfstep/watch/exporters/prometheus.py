@@ -14,7 +14,7 @@ from halfstep.watch.entry import Entry
 from halfstep.watch.exporters.fact import Facts
 from halfstep.watch.exporters.package import load
 
-STATES = ("running", "finished", "failed", "stalled", "lost", "empty")
+STATES = ("running", "finished", "failed", "stalled", "lost", "empty", "reading")
 _LABELS = {"run": "name", "rank": "rank", "policy": "policy"}
 _GAUGES = {
     "step": ("last_step", "Last optimizer step."),

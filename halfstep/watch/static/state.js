@@ -2,7 +2,7 @@
 
 import { element, say } from "./text.js";
 
-const SIGNS = { running: "▶", finished: "✓", failed: "✕", stalled: "‖", lost: "?", empty: "○", deleted: "✕" };
+const SIGNS = { running: "▶", finished: "✓", failed: "✕", stalled: "‖", lost: "?", empty: "○", reading: "…", deleted: "✕" };
 
 export function stateMark() {
   return element("span", { class: "state" }, element("i", { "aria-hidden": "true" }), element("b"));
