@@ -240,7 +240,9 @@ def test_an_alert_stands_in_the_charts_and_in_the_list_and_a_click_goes_there(op
     page = open_page("/run/long")
     drawn(page, "events", "loss")
     says(page, "#alerts", "1 alert")
-    entry = page.locator("button.entry:has(b)")
+    top = page.locator(".alerts.top .what")
+    assert top.text_content() == f"loss-spikethe loss of step {SPIKE} is 50Look at the batch."
+    entry = page.locator(".list button.entry:has(b)")
     assert entry.locator(".mark").text_content() == "▲ warning"
     assert entry.locator(".what").text_content() == f"loss-spikethe loss of step {SPIKE} is 50Look at the batch."
     line = (

@@ -28,6 +28,7 @@ from halfstep.report import json_number
 
 Entry = dict[str, Any]
 LAYERS_EVERY = 100
+_encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,18 +63,19 @@ class Step:
         """Whether the loss and the gradient were."""
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
-    def to_entry(self) -> Entry:
-        entry: Entry = {
-            "kind": "step",
-            "step": self.step,
-            "time": self.time,
-            "loss": _shortened(self.loss),
-            "grad_norm": _shortened(self.grad_norm),
-        }
+    def to_line(self) -> str:
+        """The line of the log, without its end; put together here, since every step costs one."""
+        numbers = f'"loss":{_digits(self.loss)},"grad_norm":{_digits(self.grad_norm)}'
+        parts = [f'{{"kind":"step","step":{self.step},"time":{self.time!r},{numbers}']
         for name, default in _DEFAULTS.items():
             value = getattr(self, name)
             if value != default:
-                entry[name] = json_number(value)
+                parts.append(f'"{name}":{_text(value)}')
+        return ",".join(parts) + "}"
+
+    def to_entry(self) -> Entry:
+        """What a reader of the line gets."""
+        entry: Entry = json.loads(self.to_line())
         return entry
 
     @classmethod
@@ -92,12 +94,18 @@ class Step:
 _DEFAULTS = {f.name: f.default for f in fields(Step)[4:]}
 
 
-def _shortened(value: float) -> float | str:
-    """A number of fp32 as the decimal of nine digits that identifies it; any other as it is."""
-    if not math.isfinite(value):
-        return str(json_number(value))
-    short = float(f"{value:.9g}")
-    return short if c_float(short).value == value else value
+def _digits(value: float) -> str:
+    """A number of fp32 as the decimal of nine digits that identifies it; any other with all its digits."""
+    text = f"{value:.9g}"
+    if "." in text and c_float(float(text)).value == value:
+        return text
+    return _text(value)
+
+
+def _text(value: Any) -> str:
+    if type(value) is float and math.isfinite(value):
+        return repr(value)  # what the encoder writes, without its start
+    return _encode(json_number(value))
 
 
 def _lengthened(value: float) -> float:
@@ -220,15 +228,14 @@ def is_entry(value: object) -> TypeGuard[Entry]:
     return True
 
 
-def line_of(entry: Entry) -> str:
+def line_of(entry: Entry | Step) -> str:
     """The line of an entry, without its end. TypeError, ValueError or RecursionError for what JSON cannot hold."""
+    if isinstance(entry, Step):
+        return entry.to_line()
     try:
         return _encode(entry)
     except ValueError:  # a number that is not finite, deep in a report
         return _encode(_strict(entry))
-
-
-_encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 
 def _strict(value: Any) -> Any:

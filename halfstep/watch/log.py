@@ -113,7 +113,7 @@ class Log:
             entries = self._gather(max(0.0, due - time.monotonic()))
             if self._file.is_open:
                 self._write()
-            for entry in entries:
+            for entry in entries if self._exporters else ():
                 self._export(entry)
             if time.monotonic() >= due:
                 due = time.monotonic() + _BEAT_S
@@ -126,9 +126,9 @@ class Log:
         for exporter in self._exporters:
             self._call(exporter.close, f"the end of exporter {type(exporter).__name__}")
 
-    def _gather(self, longest_s: float) -> list[Entry]:
+    def _gather(self, longest_s: float) -> list[Entry | Step]:
         """Take in what has come, after ``longest_s`` at most."""
-        entries: list[Entry] = []
+        entries: list[Entry | Step] = []
         with suppress(queue.Empty):
             self._take(self._queue.get(timeout=longest_s), entries)
             if self._is_open:
@@ -137,12 +137,11 @@ class Log:
                 self._take(self._queue.get_nowait(), entries)
         return entries
 
-    def _take(self, item: Entry | Step | None, entries: list[Entry]) -> None:
-        if item is None:
+    def _take(self, entry: Entry | Step | None, entries: list[Entry | Step]) -> None:
+        if entry is None:
             return
-        entry = item.to_entry() if isinstance(item, Step) else item
         entries.append(entry)
-        if entry["kind"] == "run":
+        if isinstance(entry, dict) and entry["kind"] == "run":
             self._run_entry, self._owes_run = entry, True
         elif (line := self._line_of(entry)) and self._is_ours:
             self._lines.append(line)
@@ -151,19 +150,21 @@ class Log:
                 with self._lost_lock:
                     self._num_lost += 1
 
-    def _export(self, entry: Entry) -> None:
+    def _export(self, entry: Entry | Step) -> None:
         for exporter in list(self._exporters):
             name = f"exporter {type(exporter).__name__}, which gets nothing more,"
-            if not self._call(partial(exporter.write, entry), name):
+            known = entry.to_entry() if isinstance(entry, Step) else entry
+            if not self._call(partial(exporter.write, known), name):
                 self._exporters.remove(exporter)
                 with suppress(BaseException):
                     exporter.close()
 
-    def _line_of(self, entry: Entry) -> bytes:
+    def _line_of(self, entry: Entry | Step) -> bytes:
         try:
             return line_of(entry).encode()
         except (TypeError, ValueError, RecursionError) as error:
-            self._say(f"an entry of kind {entry['kind']} is left out, since JSON cannot hold it: {error}")
+            kind = "step" if isinstance(entry, Step) else entry["kind"]
+            self._say(f"an entry of kind {kind} is left out, since JSON cannot hold it: {error}")
             return b""
 
     def _write(self) -> None:

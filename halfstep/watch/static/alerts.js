@@ -1,4 +1,4 @@
-// The list of alerts and of what else happened, below the charts; a click shows the place in them.
+// The newest alert above the charts, and the list of all and of what else happened below; a click shows the place.
 
 import { LOOKS } from "./event_strip.js";
 import { button, countText, element, numberText, say, setAge } from "./text.js";
@@ -16,6 +16,7 @@ export class Alerts {
     this.title = element("h2", { id: "alerts" }, "Alerts and events");
     this.list = element("ol", { class: "alerts" });
     this.note = element("p", { class: "note" });
+    this.top = element("div", { class: "alerts top", "aria-label": "Newest alert", hidden: "" });
     this.node = element("section", { class: "list", "aria-labelledby": "alerts" }, this.title, this.list, this.note);
   }
 
@@ -33,6 +34,9 @@ export class Alerts {
 
   #list(items, num_alerts) {
     const shown = items.slice(0, MOST_LISTED);
+    const newest = items.find((item) => item.isAlert);
+    this.top.hidden = !newest;
+    this.top.replaceChildren(...(newest ? [this.#entry(newest)] : []));
     this.list.replaceChildren(...shown.map((item) => element("li", {}, this.#entry(item))));
     say(this.title, num_alerts ? countText(num_alerts, "alert") : "No alerts");
     const rest = items.length - shown.length;

@@ -42,9 +42,10 @@ export class RunHeader {
     );
   }
 
-  show(run) {
+  /** Alerts say in their place why a run failed; it is not said twice. */
+  show(run, alerts) {
     setState(this.state, run.state, run.why);
-    say(this.why, run.why ?? "");
+    say(this.why, alerts.some(({ message }) => run.why?.includes(message)) ? "" : (run.why ?? ""));
     this.why.classList.remove("bad");
     for (const [key, [, text]] of Object.entries(FACTS)) say(this.facts[key], text(run));
     this.facts.alerts.classList.toggle("open", run.num_alerts > 0);

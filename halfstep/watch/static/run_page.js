@@ -64,13 +64,15 @@ export function runPage(page, name) {
   const ranges = new RangesChart();
   const progress = element("p", { class: "note" });
   const below = element("div", { class: "strips" }, ranges.node);
-  page.replaceChildren(header.node, progress, column.node, below, alerts.node);
+  page.replaceChildren(header.node, progress, alerts.top, column.node, below, alerts.node);
 
   function show(data) {
-    header.show(data.run);
+    header.show(data.run, data.alerts);
     say(progress, progressText(data));
     column.node.hidden = !data.run.num_steps;
-    view.whole = [data.run.first_step, data.run.last_step];
+    // An alert may stand at a step that never ended.
+    const last = Math.max(data.run.last_step, ...data.alerts.map((alert) => alert.step));
+    view.whole = [data.run.first_step, last];
     const items = alerts.show(data.alerts, data.events ?? [], data.run.ranks?.length > 1);
     const lanes = events.show(items);
     const { series } = data;
