@@ -2,9 +2,9 @@
 
 Of the built-in workload charlm, and of the tiny net of bench_tiny_step, where Python is most of a step. To reach: at
 most 1.02 for charlm. All contenders are steps of one stepper, whose watcher is exchanged: two models of the same shape
-differ by more than what is measured. Beside the ratio of wall times, which a busy machine blurs: the CPU time of the
-process, of all its threads, and of it that of the thread that writes the log. While this thread computes, the main one
-may wait for the interpreter's lock, so that its time bounds what the log can cost.
+differ by more than what is measured. Beside the ratio of wall times, which a busy machine blurs: that of the quietest
+rounds; the CPU time of the process, of all its threads, and of it that of the thread that writes the log. While this
+thread computes, the main one may wait for the interpreter's lock, so that its time bounds what the log can cost.
 """
 
 from __future__ import annotations
@@ -109,6 +109,8 @@ def compare(what: str, make_step: Callable[[str], tuple[Stepper, Step]], policy:
         contenders.close()
         for name in ("guard", "guard and log"):
             report(times, name, "not watched", goal)
+            quiet, quiet_base = (statistics.quantiles(times[of], n=10)[0] for of in (name, "not watched"))
+            print(f"    of the quietest tenth of the rounds: {quiet / quiet_base:.3f}")
         base = statistics.median(cpu["not watched"])
         for name in ("guard", "guard and log"):
             more = statistics.median(a - b for a, b in zip(cpu[name], cpu["not watched"], strict=True))

@@ -94,7 +94,7 @@ class Overflow:
 
     step: the window it belongs to. micro_batch: its place in the window, from 0. scale: the loss scale that it runs
     with next. parameters: names of the parameters whose gradient was not finite and is computed again.
-    nonfinite_share: share of the gradient's elements that were inf or NaN.
+    nonfinite_share: share of the gradient's elements that were inf or NaN. overflowed_at: the loss scale of that run.
     """
 
     step: int
@@ -102,6 +102,7 @@ class Overflow:
     scale: float
     parameters: tuple[str, ...]
     nonfinite_share: float
+    overflowed_at: float
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -89,11 +89,11 @@ def nonfinite(gradients: Mapping[torch.Tensor, torch.Tensor], norms: torch.Tenso
     return bad or list(gradients)
 
 
-def nonfinite_share(gradients: Iterable[torch.Tensor]) -> float:
-    """The share of elements that are inf or NaN. Reads from the device."""
+def nonfinite_share(gradients: Iterable[torch.Tensor], finite: Iterable[torch.Tensor] = ()) -> float:
+    """The share of elements that are inf or NaN, with others that are known to be ``finite``. Reads from the device."""
     gradients = list(gradients)
     num_bad = sum(int((~torch.isfinite(values_of(gradient))).sum()) for gradient in gradients)
-    return num_bad / sum(gradient.numel() for gradient in gradients)
+    return num_bad / sum(gradient.numel() for gradient in (*gradients, *finite))
 
 
 def is_not_finite(number: torch.Tensor) -> torch.Tensor:

@@ -28,6 +28,7 @@ class Readback(Generic[T]):
     """
 
     def __init__(self) -> None:
+        self._num_sent = 0
         self._put: list[tuple[T, Sequence[torch.Tensor]]] = []
         self._sent: deque[tuple[list[tuple[T, Sequence[torch.Tensor]]], torch.Tensor, _Arrival | None]] = deque()
 
@@ -35,20 +36,22 @@ class Readback(Generic[T]):
         """``tensors`` of ``item``: vectors and numbers on one device, which nobody changes any more."""
         self._put.append((item, tensors))
 
-    def send(self) -> None:
-        """Start to copy what was put."""
+    def send(self) -> int:
+        """Start to copy what was put; how often there was something to send."""
         if self._put:
             flat = torch.cat([t if t.dim() else t.reshape(1) for _, tensors in self._put for t in tensors])
             self._sent.append((self._put, *_start_copy(flat)))
             self._put = []
+            self._num_sent += 1
+        return self._num_sent
 
-    def take(self, waits: bool = False) -> list[tuple[T, list[torch.Tensor]]]:
-        """What has arrived, as (item, its vectors on the host), in order; all that was sent, if it ``waits``."""
+    def take(self, waits_for: int = 0) -> list[tuple[T, list[torch.Tensor]]]:
+        """What has arrived, as (item, its vectors on the host), in order; waits for the first ``waits_for`` sends."""
         arrived = []
         while self._sent:
             items, flat, arrival = self._sent[0]
             if arrival is not None and not arrival.query():
-                if not waits:
+                if self._num_sent - len(self._sent) >= waits_for:
                     break
                 arrival.synchronize()
             self._sent.popleft()
@@ -61,7 +64,7 @@ def _start_copy(flat: torch.Tensor) -> tuple[torch.Tensor, _Arrival | None]:
     """``flat`` on the host, and the event after which it is there; None where it is there already."""
     if flat.device.type != "cuda":
         return flat, None
-    host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True).copy_(flat, non_blocking=True)
+    host = torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=True).copy_(flat, non_blocking=True)
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(flat.device))
     return host, event

@@ -55,7 +55,7 @@ from halfstep.scale import CHECK_EVERY, make_scale
 from halfstep.snapshot import RandomState, RunningStatistics
 from halfstep.updates import UpdateMeter, UpdateReport
 from halfstep.watch.settings import Watch
-from halfstep.watcher import Watcher
+from halfstep.watcher import Watcher, may_lower
 from halfstep.window import Loss, Verdict, Window, judge, over, read_loss, unit_of, why_skipped
 
 Event = StepReport | Overflow | Promotion | Alert | Report
@@ -108,7 +108,7 @@ class Stepper:
         explain: bool = False,
         passes_closure: bool | None = None,
         log: str | os.PathLike[str] | None = None,
-        watch: Watch | str | bool = True,
+        watch: Watch | str | os.PathLike[str] | bool = True,
         hardware: Hardware | None = None,
     ) -> None:
         if not hasattr(accumulate, "__index__") or accumulate < 1:
@@ -154,15 +154,24 @@ class Stepper:
         self._window = Window()
         self._watcher = self._make_watcher(log, watch)
 
-    def _make_watcher(self, log: str | os.PathLike[str] | None, watch: Watch | str | bool) -> Watcher | None:
+    def _make_watcher(
+        self, log: str | os.PathLike[str] | None, watch: Watch | str | os.PathLike[str] | bool
+    ) -> Watcher | None:
+        lowers = may_lower(self.model, self.scale, watch is not False)
         if watch is False:
             if log is not None:
                 raise HalfstepError(
                     f"log={str(log)!r} with watch=False", "the log is what is watched", "Leave one of them out."
                 )
             return None
-        settings = Watch() if watch is True else Watch.read(watch) if isinstance(watch, str) else watch
-        return Watcher(self.model, self.scale, self.policy, self.info, settings, log, self._tell)
+        if not isinstance(watch, bool | str | os.PathLike | Watch):
+            raise HalfstepError(
+                f"watch={watch!r}",
+                "it is a halfstep.Watch, the name of its TOML file, True or False",
+                "Leave it out for the defaults.",
+            )
+        settings = watch if isinstance(watch, Watch) else Watch() if isinstance(watch, bool) else Watch.read(watch)
+        return Watcher(self.model, self.scale, self.policy, self.info, settings, log, self._tell, lowers)
 
     @property
     def policy(self) -> Policy:
@@ -349,7 +358,7 @@ class Stepper:
                     self._had_hopeless = False
                     break
                 bad = nonfinite(gradients, norms)
-                window.nonfinite_share = nonfinite_share(gradients.values())
+                window.nonfinite_share = nonfinite_share(gradients.values(), kept.values())
                 factor = 1.0
                 if self._explainer and (self.scale.is_exhausted() or not math.isfinite(loss_value)):
                     self._tell(self._explainer.explain(self._capture(closure)))
@@ -373,7 +382,7 @@ class Stepper:
                 if at_old_scale := [*sums.values(), *kept.values()]:
                     torch._foreach_mul_(at_old_scale, factor)
                 window.num_replays += 1
-                self._report_overflow(bad)
+                self._report_overflow(bad, factor)
                 self._random_state.restore()
                 self._replay_statistics.restore()
             add_gradients(sums, kept | gradients)
@@ -437,13 +446,14 @@ class Stepper:
         with as_before(self.model, self.region.device, start, statistics):
             return self.capture(closure)
 
-    def _report_overflow(self, bad: Sequence[torch.Tensor]) -> None:
+    def _report_overflow(self, bad: Sequence[torch.Tensor], factor: float) -> None:
         if self.sinks or self._watcher:
             scale = self.scale.value.item()
             names = tuple(_names(self.model, bad))
             window = self._window
             share = window.nonfinite_share or 0.0
-            self._tell(Overflow(self.num_steps + 1, window.num_micro_batches, scale, names, share))
+            at = scale / factor
+            self._tell(Overflow(self.num_steps + 1, window.num_micro_batches, scale, names, share, at))
 
     def _tell(self, event: Event | None) -> None:
         if event is None:
@@ -478,8 +488,7 @@ class Stepper:
         bad: list[torch.Tensor] = []
         if applied is False:
             self._statistics.restore()
-            if window.nonfinite_share is None:
-                window.nonfinite_share = nonfinite_share(gradients.values())
+            window.nonfinite_share = nonfinite_share(gradients.values())
             if self._explainer and not self._can_replay and verdict.overflow:
                 self._tell(self._explainer.explain_window(self._capture, verdict, self.scale))
             # In a replay an exhausted scale is noticed where it happens, in the micro-batch.
@@ -499,7 +508,7 @@ class Stepper:
             if self.on_applied is not None:
                 self.on_applied(report)
         if self._watcher:
-            self._watcher.step(report, verdict, list(gradients), window.nonfinite_share)
+            self._watcher.step(report, verdict, window.nonfinite_share)
         self._tell(report)
         if bad:
             with torch.enable_grad():

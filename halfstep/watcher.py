@@ -11,7 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -23,10 +23,10 @@ from halfstep.policy import Policy
 from halfstep.readback import Readback
 from halfstep.report import json_number
 from halfstep.scale import NoScale
-from halfstep.watch.entry import LAYERS_EVERY, RunStart, Step
+from halfstep.watch.entry import LAYERS_EVERY, Entry, RunStart, Step
 from halfstep.watch.session import Session
 from halfstep.watch.settings import Watch
-from halfstep.window import Verdict
+from halfstep.window import Verdict, why_skipped
 
 EVERY = 10
 """Steps that are read together, and from one decision about the loss scale to the next."""
@@ -40,7 +40,8 @@ def _close_all() -> None:
     """The process ends: with what ended the script, if anything did."""
     error = getattr(sys, "last_value", None)
     for watcher in list(_open):
-        watcher.close(None if error is None else f"{type(error).__name__}: {error}")
+        is_news = error is not None and error is not watcher.error_before
+        watcher.close(_text(error) if error is not None and is_news else None)
 
 
 class _Waiting(NamedTuple):
@@ -48,16 +49,17 @@ class _Waiting(NamedTuple):
 
     report: StepReport
     time: float
-    held: float | torch.Tensor
-    parameters: Sequence[torch.Tensor]
+    verdict: Verdict
     nonfinite_share: float | None
 
 
 class Watcher:
     """Watches the steps of one process, for a Stepper.
 
-    A decision about the loss scale falls at every EVERY-th step, from the steps up to the decision before: then their
-    numbers have long arrived, and every rank of a replicated model decides the same in the same step.
+    Nothing is waited for in a step: numbers are read when they have arrived, and at every EVERY-th step those that were
+    sent until the EVERY-th before it, which is long ago for the device. Then it is decided about the loss scale, of a
+    model under DistributedDataParallel by all ranks in the same step. Ranks that are not known to be replicas decide
+    nothing, since scales that part spoil gradients that are summed.
     """
 
     def __init__(
@@ -69,14 +71,16 @@ class Watcher:
         settings: Watch,
         log: str | os.PathLike[str] | None,
         on_alert: Callable[[Alert], None],
+        may_lower: bool,
     ) -> None:
-        self._scale = scale
-        self._group = None
-        if isinstance(model, DistributedDataParallel):
-            self._group, model = model.process_group, cast(nn.Module, model.module)
-        self._parameters = {id(p): (name, p.numel()) for name, p in model.named_parameters()}
+        self._scale, self._may_lower = scale, may_lower
+        self._device = scale.value.device
+        self._replicas = _replicas_of(model)
+        plain: nn.Module = model if self._replicas is None else self._replicas.module
+        names: dict[int, str] = {id(parameter): name for name, parameter in model.named_parameters()}
+        names.update({id(parameter): name for name, parameter in plain.named_parameters()})
+        self._names = names
         rank, num_ranks = _rank()
-        num_elements = sum(p.numel() for p in model.parameters() if p.requires_grad)
         run = RunStart(
             time=time.time(),
             rank=rank,
@@ -87,92 +91,111 @@ class Watcher:
             policy=str(policy),
             scale=asdict(scale.settings),
             info=info.to_dict(),
-            num_elements=num_elements,
+            num_elements=sum(p.numel() for p in model.parameters() if p.requires_grad),
+            can_lower=may_lower,
         )
         # Weakly, since a stepper and its watcher would keep each other, and an open region, until a garbage collection.
-        tell = weakref.WeakMethod(on_alert)
-        self.session = Session(run, settings, log, lambda alert: _call(tell(), alert))
+        self._on_alert = weakref.WeakMethod(on_alert)
+        self._untold: list[Alert] = []
+        self.session = Session(run, settings, log, self._on_alert)
         # Ahead of the hooks that an exporter's package has registered by now: wandb's ends its service.
         atexit.unregister(_close_all)
         atexit.register(_close_all)
-        self._num_elements = max(1, num_elements)
-        self._device = scale.value.device
+        _open.add(self)
+        self.error_before = getattr(sys, "last_value", None)
+        self._pid = os.getpid()
         self._readback: Readback[_Waiting | None] = Readback()
-        self._agrees: bool | None = None
+        self._num_sent = 0  # at the decision before
+        self._agrees = False
         self._failure: str | None = None
         self._memory_mib = _memory_mib(self._device)
-        _open.add(self)
         self._last_read = time.monotonic()
 
-    def step(
-        self, report: StepReport, verdict: Verdict, parameters: Sequence[torch.Tensor], nonfinite_share: float | None
-    ) -> None:
-        """A window has ended. parameters: those that had a gradient, in the order of the verdict's norms."""
-        count = verdict.count
-        tensors = [count] if isinstance(count, torch.Tensor) else []
-        waiting = _Waiting(report, time.time(), count, parameters, nonfinite_share)
-        self._readback.put(waiting, verdict.numbers, verdict.norms, *tensors)
+    def step(self, report: StepReport, verdict: Verdict, nonfinite_share: float | None) -> None:
+        """A window has ended."""
+        if self._pid != os.getpid():
+            return  # forked: the run is that of the parent
         self._failure = None
-        is_due = report.step % EVERY == 0
-        if is_due:
-            self._see(waits=True)
-            self._decide(report.step)
+        tensors = [verdict.count] if isinstance(verdict.count, torch.Tensor) else []
+        waiting = _Waiting(report, time.time(), verdict, nonfinite_share)
+        self._readback.put(waiting, verdict.numbers, verdict.norms, *tensors)
         now = time.monotonic()
-        is_late = now - self._last_read > _LONGEST_S
-        if is_late:
+        if now - self._last_read > _LONGEST_S:
             self._last_read = now
             self._memory_mib = _memory_mib(self._device)
-        if is_due or is_late:
             self._readback.send()
-            self._see()
+            self._read()
+        if report.step % EVERY == 0:
+            self._read(self._num_sent)
+            self._decide(report.step)
+            self._num_sent = self._readback.send()
+            self._read()
+        self._tell()
 
     def event(self, kind: str, event: Mapping[str, Any]) -> None:
         """Anything else that the stepper tells, as an entry of ``kind``."""
-        self.session.see({"kind": kind, "time": time.time(), **event})
+        if self._pid == os.getpid():
+            self._keep({"kind": kind, "time": time.time(), **event})
+            self._tell()
 
     def resume(self, step: int) -> None:
         """The run goes on after ``step``, from a state."""
         self.flush()
-        self._agrees = None
+        self._agrees = False
         self.event("seam", {"step": step})
 
     def alert(self, rule: str, step: int, error: HalfstepError) -> None:
         """The run ends with ``error``, unless it goes on all the same."""
         self.flush()
-        self._failure = f"{type(error).__name__}: {error}"
-        self.session.alert(Alert(rule, step, "error", f"{error.what}: {error.why}", error.fix, self.session.rank))
+        self._failure = _text(error)
+        alert = Alert(rule, step, "error", f"{error.what}: {error.why}", error.fix, self.session.rank)
+        self.session.alert(alert)
+        self._untold.append(alert)
+        self._tell()
 
     def close(self, reason: str | None = None) -> None:
         """End the session, with the ``reason`` of one that failed."""
-        self.flush()
-        self.session.close(reason or self._failure)
+        if self._pid == os.getpid():
+            self.flush()
+            self.session.close(reason or self._failure)
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()  # a copy of a stepper is another run, which nobody watches
 
     def __del__(self) -> None:
-        if hasattr(self, "session") and self.session.is_kept:
+        if hasattr(self, "_last_read") and self.session.is_kept:
             self.close()
 
     def flush(self) -> None:
         """Read what is still on its way; waits for the device."""
-        self._readback.send()
-        self._see(waits=True)
+        self._read(self._readback.send())
+        self._tell()
 
-    def _see(self, waits: bool = False) -> None:
-        for waiting, tensors in self._readback.take(waits):
+    def _keep(self, entry: Entry | Step) -> None:
+        self._untold += self.session.see(entry)
+
+    def _tell(self) -> None:
+        """Last of all: an exception out of a sink is the caller's, and loses nothing of the log."""
+        alerts, self._untold = self._untold, []
+        tell = self._on_alert()
+        for alert in alerts:
+            if tell is not None:
+                tell(alert)
+
+    def _read(self, waits_for: int = 0) -> None:
+        for waiting, tensors in self._readback.take(waits_for):
             if waiting is None:
                 self._agrees = bool(tensors[0].item())
             else:
-                self._see_step(waiting, tensors)
+                self._keep_step(waiting, tensors)
 
-    def _see_step(self, waiting: _Waiting, tensors: Sequence[torch.Tensor]) -> None:
-        report, share = waiting.report, waiting.nonfinite_share
+    def _keep_step(self, waiting: _Waiting, tensors: Sequence[torch.Tensor]) -> None:
+        report, verdict, share = waiting.report, waiting.verdict, waiting.nonfinite_share
         loss, grad_norm, scale, skipped = tensors[0].tolist()
         report.arrived((loss, grad_norm, scale, skipped))
-        count = tensors[-1].item() if isinstance(waiting.held, torch.Tensor) else waiting.held
-        names, at_most = self._not_finite(waiting, tensors) if skipped else ((), 0.0)
-        self.session.see(
+        count = tensors[2].item() if isinstance(verdict.count, torch.Tensor) else verdict.count
+        bad = _not_finite(verdict.parameters, tensors[1].tolist()) if skipped else []
+        self._keep(
             Step(
                 report.step,
                 waiting.time,
@@ -180,53 +203,73 @@ class Watcher:
                 grad_norm,
                 scale,
                 not skipped,
-                report.reason if skipped else None,
+                why_skipped(count, loss, grad_norm) if skipped else None,
                 report.num_replays,
                 0.0 if share is None and not skipped else share,
-                at_most,
-                names,
+                _num_elements(bad) / max(1, _num_elements(verdict.parameters)) if bad else 0.0,
+                tuple(self._name(parameter) for parameter in bad),
                 count,
                 self._memory_mib,
             )
         )
-        if report.step % LAYERS_EVERY == 0:
-            self._see_layers(waiting, tensors[1].tolist(), grad_norm)
+        if report.step % LAYERS_EVERY == 0 and count:
+            unit = verdict.unit / (scale * count)
+            norms = [json_number(norm * unit) for norm in tensors[1].tolist()]
+            names = [self._name(parameter) for parameter in verdict.parameters]
+            entry = {"kind": "layers", "time": waiting.time, "step": report.step, "parameters": names, "norms": norms}
+            self._keep(entry)
 
-    def _not_finite(self, waiting: _Waiting, tensors: Sequence[torch.Tensor]) -> tuple[tuple[str, ...], float]:
-        """The parameters whose gradient had a norm that was not finite, and their share of all elements."""
-        bad = [
-            self._parameters.get(id(parameter), ("", 0))
-            for parameter, norm in zip(waiting.parameters, tensors[1].tolist(), strict=True)
-            if not math.isfinite(norm)
-        ]
-        return tuple(name for name, _ in bad), sum(size for _, size in bad) / self._num_elements
-
-    def _see_layers(self, waiting: _Waiting, norms: list[float], grad_norm: float) -> None:
-        # Those of the scaled sums; their whole has the true norm.
-        unit = grad_norm / math.hypot(*norms) if any(norms) else 1.0
-        names = [self._parameters.get(id(parameter), ("", 0))[0] for parameter in waiting.parameters]
-        true = [json_number(norm * unit) for norm in norms]
-        self.event("layers", {"step": waiting.report.step, "parameters": names, "norms": true})
+    def _name(self, parameter: torch.Tensor) -> str:
+        return self._names.get(id(parameter), "")
 
     def _decide(self, step: int) -> None:
-        """Lower the scale if the guard asks for it: of a replicated model, if it asks on every rank.
+        """Lower the scale if the guard asks for it: of replicas, if it asks on every rank.
 
         The ranks' answers are put together on the device and known at the next decision, so that nobody waits.
         """
-        guard = self.session.guard
-        lowers = guard.lowers_scale
-        if self._group is not None:
-            lowers, self._agrees = bool(self._agrees), None
-            answer = torch.full((), float(guard.lowers_scale and not lowers), device=self._device)
-            torch.distributed.all_reduce(answer, torch.distributed.ReduceOp.MIN, self._group)
+        if not self._may_lower:
+            return
+        lowers = self.session.lowers_scale
+        if self._replicas is not None:
+            if self._replicas._join_config.enable:
+                return  # DDP answers in the name of ranks without data, and knows its own collectives alone
+            lowers, self._agrees = self._agrees, False
+            answer = torch.full((), float(self.session.lowers_scale and not lowers), device=self._device)
+            torch.distributed.all_reduce(answer, torch.distributed.ReduceOp.MIN, self._replicas.process_group)
             self._readback.put(None, answer)
         if lowers and self._scale.back_off() is not None:
-            self.event("reduction", {"step": step, "scale": self._scale.value.item()})
+            self._keep({"kind": "reduction", "time": time.time(), "step": step, "scale": self._scale.value.item()})
 
 
-def _call(tell: Callable[[Alert], None] | None, alert: Alert) -> None:
-    if tell is not None:
-        tell(alert)
+def may_lower(model: nn.Module, scale: NoScale, watches: bool) -> bool:
+    """Whether the guard may lower the scale: in one process alone, or in replicas that are all watched.
+
+    Replicas find that out together, so every rank asks, also one that ``watches`` nothing.
+    """
+    replicas = _replicas_of(model)
+    if scale.kind != "dynamic" or replicas is None:
+        return scale.kind == "dynamic" and _rank()[1] == 1
+    answer = torch.full((), float(watches), device=scale.value.device)
+    torch.distributed.all_reduce(answer, torch.distributed.ReduceOp.MIN, replicas.process_group)
+    return bool(answer.item())
+
+
+def _replicas_of(model: nn.Module) -> DistributedDataParallel | None:
+    return next((module for module in model.modules() if isinstance(module, DistributedDataParallel)), None)
+
+
+def _text(error: BaseException) -> str:
+    if isinstance(error, KeyboardInterrupt):
+        return "stopped by Ctrl-C"
+    return f"{type(error).__name__}: {error}".rstrip(": ")
+
+
+def _not_finite(parameters: Sequence[torch.Tensor], norms: Sequence[float]) -> list[torch.Tensor]:
+    return [parameter for parameter, norm in zip(parameters, norms, strict=True) if not math.isfinite(norm)]
+
+
+def _num_elements(parameters: Sequence[torch.Tensor]) -> int:
+    return sum(parameter.numel() for parameter in parameters)
 
 
 def _rank() -> tuple[int, int]:

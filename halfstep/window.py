@@ -46,7 +46,10 @@ class Verdict:
     """Loss, norm, scale and ``found``, as the report reads them."""
     count: torch.Tensor | float
     norms: torch.Tensor
-    """Of each scaled gradient."""
+    """Of each scaled gradient; the true one is it times ``unit`` / (scale x ``count``)."""
+    parameters: tuple[torch.Tensor, ...]
+    """Whose they are. The optimizer may take the gradients away."""
+    unit: float
 
 
 def read_loss(result: Loss, like: torch.Tensor) -> tuple[torch.Tensor, float | torch.Tensor]:
@@ -100,7 +103,7 @@ def judge(window: Window, gradients: Gradients, scale: NoScale, unit: float, max
         clip = ((norm + 1e-6) / max_norm).clamp_(min=1.0)
         divisor = clip if is_one(divisor) else clip * divisor
     numbers = torch.stack([over(window.loss_sum, window.count), norm, scale.value, found])
-    return Verdict(divisor, found, overflow, numbers, window.count, norms)
+    return Verdict(divisor, found, overflow, numbers, window.count, norms, tuple(gradients), unit)
 
 
 def why_skipped(count: float | torch.Tensor, loss: float, norm: float) -> str:

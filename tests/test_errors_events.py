@@ -154,7 +154,10 @@ def test_a_misspelt_field_is_not_taken():
 # ---- the other records
 
 RECORDS = [
-    (Overflow(3, 1, 32768.0, ("a.weight",), 0.5), ["step", "micro_batch", "scale", "parameters", "nonfinite_share"]),
+    (
+        Overflow(3, 1, 32768.0, ("a.weight",), 0.5, 65536.0),
+        ["step", "micro_batch", "scale", "parameters", "nonfinite_share", "overflowed_at"],
+    ),
     (Alert("scale-floor", 3, "error", "m", "a"), ["rule", "step", "severity", "message", "action", "rank"]),
     (RunInfo("auto", "bf16", "r", "cpu", {"torch": "2"}), ["requested", "effective", "reason", "device", "versions"]),
 ]

@@ -84,8 +84,9 @@ def test_who_waits_gets_all_that_was_sent(arrivals):
     fill(queue, 1, 2)
     queue.put(3, torch.zeros(1))
     arrivals[0].has_come = True
-    assert [item for item, _ in queue.take(waits=True)] == [1, 2]
-    assert [arrival.num_waits for arrival in arrivals] == [0, 1]
+    assert [item for item, _ in queue.take(waits_for=queue.send() - 1)] == [1, 2]
+    assert [arrival.num_waits for arrival in arrivals] == [0, 1, 0]
+    assert [item for item, _ in queue.take(waits_for=3)] == [3]
 
 
 def test_nothing_put_is_nothing_sent(arrivals):
@@ -106,5 +107,5 @@ def test_a_copy_from_cuda_waits_for_nothing():
         assert queue.take() == []  # the products are still queued
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    ((_, (count,)),) = queue.take(waits=True)
+    ((_, (count,)),) = queue.take(waits_for=1)
     assert count.item() == spin.isfinite().sum().item()

@@ -128,7 +128,7 @@ def test_record_keys():
     ]
     keys = {cls.__name__: [field.name for field in dataclasses.fields(cls)] for cls in RECORDS}
     assert keys == {
-        "Overflow": ["step", "micro_batch", "scale", "parameters", "nonfinite_share"],
+        "Overflow": ["step", "micro_batch", "scale", "parameters", "nonfinite_share", "overflowed_at"],
         "Promotion": ["step", "module", "policy", "reason"],
         "Alert": ["rule", "step", "severity", "message", "action", "rank"],
     }

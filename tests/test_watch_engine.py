@@ -165,14 +165,14 @@ def test_a_run_that_goes_on_is_calibrated(tmp_path):
 @pytest.mark.parametrize("policy", ["bf16", "fp16 on_overflow=skip scale.init=256"])
 def test_nothing_waits_for_the_device_but_what_has_arrived(policy, tmp_path, monkeypatch):
     """The numbers that were read late are on the host; apart from them a watched step reads what a plain one reads."""
-    see, waits = Watcher._see, Reads()
+    see, waits = Watcher._read, Reads()
 
     def own_see(self, *args, **kwargs):
         before = waits.num_reads
         see(self, *args, **kwargs)
         waits.num_reads = before
 
-    monkeypatch.setattr(Watcher, "_see", own_see)
+    monkeypatch.setattr(Watcher, "_read", own_see)
     loop = Loop(policy, log=tmp_path)
     with waits:
         for _ in range(3 * EVERY + 1):

@@ -18,7 +18,7 @@ from itertools import pairwise
 import pytest
 
 from halfstep.errors import HalfstepError
-from halfstep.watch import appender, log
+from halfstep.watch import appender, feed, log
 from halfstep.watch.appender import Appender
 from halfstep.watch.entry import Step, is_entry, line_of
 from halfstep.watch.log import Log, file_of
@@ -40,12 +40,36 @@ def open_log(tmp_path):
     """Makes logs in one folder, and ends them; ``lost`` has what they told."""
     made = []
 
-    def make(folder=tmp_path / "run", rank=0, on_idle=lambda: None, exporters=()):
-        made.append(Log(folder, rank, make.lost.append, on_idle, exporters))
+    def make(folder=tmp_path / "run", rank=0, on_idle=lambda: None, exporters=(), on_lost=None):
+        made.append(Log(folder, rank, on_lost or make.lost.append, on_idle, exporters))
         return made[-1]
 
     make.lost = []
     make.path = file_of(tmp_path / "run", 0)
+    yield make
+    for one in made:
+        one.close()
+    for part in [part for one in made for part in (one, *one._feeds)]:
+        part._thread.join(PATIENCE_S)
+
+
+@pytest.fixture
+def may_go(open_log):
+    """What hangs waits for this event, which comes at the latest before the logs are ended."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+@pytest.fixture
+def open_appender():
+    made = []
+
+    def make(path):
+        made.append(Appender(path))
+        made[-1].open()
+        return made[-1]
+
     yield make
     for one in made:
         one.close()
@@ -263,13 +287,12 @@ def test_a_disk_that_fails_in_the_middle_of_a_line_loses_nothing(open_log, monke
     ]
 
 
-def test_every_place_to_tear_loses_nothing_and_doubles_nothing(tmp_path, monkeypatch):
+def test_every_place_to_tear_loses_nothing_and_doubles_nothing(tmp_path, monkeypatch, open_appender):
     lines = [line_of(step(number).to_entry()).encode() for number in (1, 2, 3)]
     real = os.write
     for room in range(sum(map(len, lines)) + 4):
         disk = Disk(monkeypatch, room=room)
-        one = Appender(tmp_path / f"{room}.jsonl")
-        one.open()
+        one = open_appender(tmp_path / f"{room}.jsonl")
         num_written, fault = one.write(lines)
         disk.room = 10**9
         while fault is not None:
@@ -303,6 +326,32 @@ def test_a_disk_that_stays_full_keeps_the_last_entries_and_a_gap_counts_the_othe
     assert entries[1]["num_lost"] == 150
     assert steps_in(open_log.path) == list(range(151, 201))
     assert len(open_log.lost) == 1
+
+
+def test_a_disk_that_stays_full_keeps_the_last_lines_up_to_a_number_of_bytes(open_log, monkeypatch):
+    def layers(number):
+        return {"kind": "layers", "time": 1.0, "step": number, "parameters": ["w"], "norms": [number] * 50}
+
+    sizes = [len(line_of(layers(number))) for number in range(10, 30)]
+    monkeypatch.setattr(log, "MOST_BYTES", sum(sizes[-3:]) + 1)
+    one = open_log()
+    one.put(RUN)
+    for number in range(10, 20):
+        one.put(layers(number))
+    until(lambda: len(kinds_in(open_log.path)) == 11)  # more at once than would be kept: the disk takes it
+    assert one._num_bytes == 0
+    disk = Disk(monkeypatch)
+    for number in range(20, 30):
+        one.put(layers(number))
+    until(lambda: one._num_lost == 7)
+    assert one._num_bytes == sum(map(len, one._lines)) == sum(sizes[-3:])
+    disk.room = 10**9
+    one.close()
+    entries = [entry for _, entry in Tail(open_log.path).read()]
+    assert [entry["kind"] for entry in entries] == ["run"] + 10 * ["layers"] + ["gap"] + 3 * ["layers"]
+    assert entries[-4]["num_lost"] == 7
+    assert [entry["step"] for entry in entries[-3:]] == [27, 28, 29]
+    assert one._num_bytes == 0
 
 
 def test_a_lost_disk_is_tried_once_a_beat(open_log, monkeypatch):
@@ -362,12 +411,12 @@ def test_the_devices_own_full_disk(open_log):
     assert "No space left on device" in open_log.lost[0]
 
 
-def test_a_write_that_hangs_holds_nobody_up(open_log, monkeypatch):
+def test_a_write_that_hangs_holds_nobody_up(open_log, monkeypatch, may_go):
     monkeypatch.setattr(log, "MOST_KEPT", 20)
     one = open_log()
     one.put(RUN)
     until(lambda: kinds_in(open_log.path) == ["run"])
-    may_go, hangs = threading.Event(), threading.Event()
+    hangs = threading.Event()
     real = os.write
 
     def hang(file, data):
@@ -391,8 +440,8 @@ def test_a_write_that_hangs_holds_nobody_up(open_log, monkeypatch):
     assert open_log.lost == []
 
 
-def test_the_end_does_not_wait_for_a_write_that_hangs(open_log, monkeypatch):
-    may_go, hangs = threading.Event(), threading.Event()
+def test_the_end_does_not_wait_for_a_write_that_hangs(open_log, monkeypatch, may_go):
+    hangs = threading.Event()
     real = os.write
 
     def hang(file, data):
@@ -502,9 +551,8 @@ def test_a_file_system_without_locks_is_used_all_the_same(open_log, monkeypatch)
     until(lambda: steps_in(open_log.path) == [1])
 
 
-def test_a_file_that_is_refused_is_not_left_open(tmp_path, monkeypatch):
-    first, second = Appender(tmp_path / "a.jsonl"), Appender(tmp_path / "a.jsonl")
-    first.open()
+def test_a_file_that_is_refused_is_not_left_open(tmp_path, monkeypatch, open_appender):
+    first, second = open_appender(tmp_path / "a.jsonl"), Appender(tmp_path / "a.jsonl")
     files, real = [], os.open
     monkeypatch.setattr(appender.os, "open", lambda *arguments: files.append(real(*arguments)) or files[-1])
     with pytest.raises(HalfstepError):
@@ -515,13 +563,12 @@ def test_a_file_that_is_refused_is_not_left_open(tmp_path, monkeypatch):
         os.fstat(files[0])
 
 
-def test_a_log_that_another_process_took_while_it_was_lost_is_given_up(open_log):
+def test_a_log_that_another_process_took_while_it_was_lost_is_given_up(open_log, open_appender):
     one = open_log()
     one.put(step(1))
     until(lambda: steps_in(open_log.path) == [1])
     open_log.path.unlink()
-    other = Appender(open_log.path)
-    other.open()
+    other = open_appender(open_log.path)
     other.write([b'{"kind":"step","step":9,"time":1.0,"loss":1.0,"grad_norm":1.0}'])
     one.put(step(2))
     until(lambda: len(open_log.lost) == 2)
@@ -529,7 +576,7 @@ def test_a_log_that_another_process_took_while_it_was_lost_is_given_up(open_log)
     one.put(step(3))
     one.close()
     assert steps_in(open_log.path) == [9]
-    assert not one._lines
+    assert (list(one._lines), one._num_bytes) == ([], 0)
     assert open_log.lost[1].endswith("another process that lives writes to it; this run keeps no log any more")
 
 
@@ -548,30 +595,35 @@ def test_a_second_log_of_this_process_ends_the_first(open_log):
     ]
 
 
+def pipe():
+    return [os.fdopen(file, mode, buffering=0) for file, mode in zip(os.pipe(), ("rb", "wb"), strict=True)]
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 @pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
 def test_a_forked_child_writes_nothing_and_keeps_no_lock(open_log):
     one = open_log()
     one.put(step(1))
     until(lambda: steps_in(open_log.path) == [1])
-    end, closes_end = os.pipe()
-    ready, says_ready = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(closes_end)
-        one.put(step(2))
+    (end, closes_end), (ready, says_ready) = pipe(), pipe()
+    with end, closes_end, ready, says_ready:
+        child = os.fork()
+        if child == 0:
+            try:
+                closes_end.close()
+                one.put(step(2))
+                one.close()
+                says_ready.write(b"!")
+                end.read(1)  # lives on until the parent closes its side
+            finally:
+                os._exit(one._queue.qsize())
+        says_ready.close()
+        assert ready.read(1) == b"!"
+        one.put(step(3))
         one.close()
-        os.write(says_ready, b"!")
-        os.read(end, 1)  # lives on until the parent closes its side
-        os._exit(one._queue.qsize())
-    os.read(ready, 1)
-    one.put(step(3))
-    one.close()
-    again = open_log()  # the child lives and would have the lock
-    again.put(step(4))
-    again.close()
-    for file in (closes_end, end, ready, says_ready):
-        os.close(file)
+        again = open_log()  # the child lives and would have the lock
+        again.put(step(4))
+        again.close()
     assert os.waitpid(child, 0)[1] == 0
     assert steps_in(open_log.path) == [1, 3, 4]
 
@@ -598,22 +650,34 @@ def test_a_folder_that_cannot_be_written_is_an_error_at_the_start(open_log, tmp_
 
 class Collector:
     def __init__(self, fails_at=None):
-        self.entries, self.is_closed, self.fails_at = [], 0, fails_at
+        self.entries, self.is_closed, self.threads, self.fails_at = [], 0, [], fails_at
 
     def write(self, entry):
+        self.threads.append(threading.current_thread())
         if len(self.entries) == self.fails_at:
             raise SystemExit("enough\nof it")
         self.entries.append(entry)
 
     def close(self):
+        self.threads.append(threading.current_thread())
         self.is_closed += 1
 
 
-def test_exporters_get_every_entry_from_one_thread_and_one_that_fails_is_dropped(open_log, monkeypatch):
+class Hanging(Collector):
+    """A tool that does not answer until it ``may_go``."""
+
+    def __init__(self, may_go):
+        super().__init__()
+        self.may_go, self.hangs = may_go, threading.Event()
+
+    def write(self, entry):
+        self.hangs.set()
+        assert self.may_go.wait(PATIENCE_S)
+        super().write(entry)
+
+
+def test_exporters_get_every_entry_from_a_thread_each_and_one_that_fails_is_dropped(open_log, monkeypatch):
     good, bad = Collector(), Collector(fails_at=3)
-    threads = set()
-    write = good.write
-    good.write = lambda entry: (threads.add(threading.current_thread()), write(entry))
     one = open_log(exporters=[bad, good])
     Disk(monkeypatch)  # a lost file is no reason
     for number in range(1, 11):
@@ -622,10 +686,99 @@ def test_exporters_get_every_entry_from_one_thread_and_one_that_fails_is_dropped
     assert good.entries == [step(number).to_entry() for number in range(1, 11)]
     assert bad.entries == good.entries[:3]
     assert (good.is_closed, bad.is_closed) == (1, 1)
-    assert threads == {one._thread}
+    assert (len(set(good.threads)), len(set(bad.threads))) == (1, 1)
+    assert len({*good.threads, *bad.threads, one._thread, threading.current_thread()}) == 4
     told = [line.partition("jsonl: ")[2] for line in open_log.lost]
     assert told.count("exporter Collector, which gets nothing more, failed with SystemExit: enough of it") == 1
     assert len(told) == 3
+
+
+def test_an_exporter_that_hangs_holds_up_neither_the_file_nor_the_clock_nor_another(open_log, may_go):
+    ticks, good, hanging = [], Collector(), Hanging(may_go)
+    one = open_log(on_idle=lambda: ticks.append(1), exporters=[hanging, good])
+    one.put(step(1))
+    assert hanging.hangs.wait(PATIENCE_S)
+    num_ticks = len(ticks)
+    for number in range(2, 11):
+        one.put(step(number))
+    until(lambda: steps_in(open_log.path) == list(range(1, 11)))
+    until(lambda: len(good.entries) == 10)
+    until(lambda: len(ticks) > num_ticks + 3)
+    assert hanging.entries == []
+    may_go.set()
+    one.close()
+    assert hanging.entries == good.entries
+    assert (hanging.is_closed, open_log.lost) == (1, [])
+
+
+def test_the_end_waits_for_exporters_as_long_as_it_may_and_names_those_it_leaves(open_log, monkeypatch, may_go):
+    waits, real = [], feed.Feed.join
+    monkeypatch.setattr(feed.Feed, "join", lambda self, timeout_s: waits.append(timeout_s) or real(self, timeout_s))
+    good, hanging, endless = Collector(), Hanging(may_go), Collector()
+    endless.close = lambda: may_go.wait(PATIENCE_S)
+    one = open_log(exporters=[hanging, endless, good])
+    one.put(step(1))
+    one.put(step(2))
+    until(lambda: steps_in(open_log.path) == [1, 2])
+    assert hanging.hangs.wait(PATIENCE_S)
+    until(lambda: len(good.entries) == len(endless.entries) == 2)
+    one.close(timeout_s=0.3)
+    assert not one._thread.is_alive(), "the file has ended"
+    assert 0.3 >= waits[0] > 0.01 > waits[1] >= waits[2], "all in one time"
+    assert open_log.lost == [
+        f"log {open_log.path}: exporter {name} has not ended within 0.3 s; what it had not taken yet is lost"
+        for name in ("Hanging", "Collector")
+    ]
+    assert all(each._thread.daemon for each in one._feeds)
+    assert good.is_closed == 1
+
+
+def test_a_slow_exporter_misses_the_oldest_entries_and_the_number_is_told(open_log, monkeypatch, may_go):
+    monkeypatch.setattr(feed, "MOST_WAITING", 5)
+    hanging = Hanging(may_go)
+    one = open_log(exporters=[hanging])
+    one.put(step(1))
+    assert hanging.hangs.wait(PATIENCE_S)
+    for number in range(2, 22):
+        one.put(step(number))
+    until(lambda: one._feeds[0]._num_lost == 15)
+    assert [line.partition("jsonl: ")[2] for line in open_log.lost] == [
+        "exporter Hanging is too slow: of the entries that wait for it, the last 5 are kept"
+    ]
+    may_go.set()
+    one.close()
+    assert [entry["step"] for entry in hanging.entries] == [1, 17, 18, 19, 20, 21]
+    assert hanging.is_closed == 1
+    assert steps_in(open_log.path) == list(range(1, 22))
+    assert [line.partition("jsonl: ")[2] for line in open_log.lost[1:]] == [
+        "exporter Hanging was too slow: it has missed 15 lines of the log"
+    ]
+
+
+def test_an_exporter_whose_end_fails_is_told(open_log):
+    one = Collector()
+
+    def fail():
+        raise ConnectionError("no route")
+
+    one.close = fail
+    open_log(exporters=[one]).close()
+    assert [line.partition("jsonl: ")[2] for line in open_log.lost] == [
+        "the end of exporter Collector failed with ConnectionError: no route"
+    ]
+
+
+def test_a_log_may_be_closed_from_an_exporters_thread(open_log):
+    good, closing = Collector(), Collector()
+    write = closing.write
+    closing.write = lambda entry: (one.close(), write(entry))
+    one = open_log(exporters=[closing, good])
+    one.put(step(1))
+    for each in one._feeds:
+        assert each.join(PATIENCE_S)
+    assert (len(closing.entries), closing.is_closed) == (len(good.entries), good.is_closed) == (1, 1)
+    assert steps_in(open_log.path) == [1]
+    assert open_log.lost == []
 
 
 def test_on_idle_comes_about_once_a_beat_also_while_entries_flow(open_log):
@@ -656,7 +809,7 @@ def test_a_log_may_be_closed_from_its_own_thread(open_log):
     assert open_log.lost == []
 
 
-def test_on_lost_may_fail(tmp_path, monkeypatch):
+def test_on_lost_may_fail(open_log, monkeypatch):
     Disk(monkeypatch)
     told = queue.SimpleQueue()
 
@@ -664,7 +817,7 @@ def test_on_lost_may_fail(tmp_path, monkeypatch):
         told.put(line)
         raise RuntimeError("no")
 
-    one = Log(tmp_path, 0, fail, lambda: None)
+    one = open_log(on_lost=fail)
     one.put(step(1))
     told.get(timeout=PATIENCE_S)
     one.close()

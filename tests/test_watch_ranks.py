@@ -11,7 +11,7 @@ import pytest
 HERE = Path(__file__).parent
 
 SCRIPT = """
-import json, os, sys
+import contextlib, json, os, sys
 import torch
 from torch import nn
 from halfstep import Stepper
@@ -46,19 +46,20 @@ class Net(nn.Module):
         return self.head(Multiply.apply(self.body(x), self.factor).tanh())
 
 
-def train(name, num_steps, factor, loss):
+def train(num_steps, factor, loss, **options):
     net = Net()
     events = []
     model = nn.parallel.DistributedDataParallel(net)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     policy = "fp32 scale=dynamic on_overflow=skip scale.init=1024"
-    stepper = Stepper(model, optimizer, policy, sinks=[events.append], log=f"{folder}/{name}")
+    stepper = Stepper(model, optimizer, policy, sinks=[events.append], **options)
     x = torch.randn(8, 4, generator=torch.Generator().manual_seed(rank))
     scales = []
-    for step in range(1, num_steps + 1):
-        net.factor = factor(step) if rank == 1 else 1.0
-        times = loss(step) if rank == 1 else 1.0
-        scales.append(stepper.step(lambda: times * (model(x) - 1).square().mean()).scale)
+    with model.join() if isinstance(num_steps, list) else contextlib.nullcontext():
+        for step in range(1, (num_steps[rank] if isinstance(num_steps, list) else num_steps) + 1):
+            net.factor = factor(step) if rank == 1 else 1.0
+            times = loss(step) if rank == 1 else 1.0
+            scales.append(stepper.step(lambda: times * (model(x) - 1).square().mean()).scale)
     stepper.close()
     said = [[a.rule, a.step, a.rank, a.severity, a.message] for a in events if isinstance(a, Alert)]
     return {"scales": scales, "alerts": said}
@@ -69,9 +70,13 @@ try:
     store = torch.distributed.FileStore(f"{folder}/store", 2)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
     inf, nan = float("inf"), float("nan")
+    spoilt = lambda step: inf if step in (30, 64) else 1.0
+    fine = lambda step: 1.0
     found = {
-        "gradient": train("gradient", 110, lambda step: inf if step in (30, 64) else 1.0, lambda step: 1.0),
-        "loss": train("loss", 60, lambda step: 1.0, lambda step: nan if step == 30 else 1.0),
+        "gradient": train(110, spoilt, fine, log=f"{folder}/gradient"),
+        "loss": train(60, fine, lambda step: nan if step == 30 else 1.0, log=f"{folder}/loss"),
+        "half watched": train(60, spoilt, fine, watch=rank == 0),
+        "uneven": train([50, 40], spoilt, fine),
     }
     torch.distributed.destroy_process_group()
     with open(f"{folder}/found-{rank}.json", "w") as file:
@@ -125,3 +130,19 @@ def test_a_loss_that_is_not_finite_on_one_rank_lowers_it_on_none(ranks):
         assert said(found[rank]["loss"]) == [(30, rank, severity)]
     assert said(found[0]["loss"], "loss-not-finite") == []
     assert said(found[1]["loss"], "loss-not-finite") == [(30, 1, "error")]
+
+
+def test_replicas_that_are_not_all_watched_lower_nothing_and_say_so(ranks):
+    _, found = ranks
+    for rank in (0, 1):
+        assert found[rank]["half watched"]["scales"] == [1024.0] * 30 + [512.0] * 30
+    ((*_, message),) = found[0]["half watched"]["alerts"]
+    assert "nothing was lowered, since the ranks are no replicas" in message
+    assert found[1]["half watched"]["alerts"] == []
+
+
+def test_a_rank_that_runs_out_of_data_holds_up_nobody(ranks):
+    """Under DDP's join, which stands in for a rank without data in the collectives that it knows."""
+    _, found = ranks
+    assert [len(found[rank]["uneven"]["scales"]) for rank in (0, 1)] == [50, 40]
+    assert found[0]["uneven"]["scales"] == [1024.0] * 30 + [512.0] * 20

@@ -90,10 +90,14 @@ def test_the_words_of_a_fault_that_the_scale_may_mend():
     run = Run(fault=lambda step: 0.3 * (step == 500), watch=WATCH).run(700)
     (alert,) = run.alerts
     assert alert.message == (
-        "0.3 % of the gradient elements of 100 steps were inf or NaN in head, body.0, with a finite loss, at a loss"
+        "30 % of the gradient elements of step 500 were inf or NaN in head, body.0, with a finite loss, at a loss"
         " scale of 32768: the guard lowers it once"
     )
     assert run.reductions == [510]
+    (alert,) = Run(fault=lambda step: 0.06 * (step in (500, 501)), watch=WATCH).run(700).alerts
+    assert alert.message.startswith(
+        "0.12 % of the gradient elements of 100 steps were inf or NaN in head, body.0, in 2 of them, with a finite loss"
+    )
 
 
 def test_below_the_limit_nothing_is_said():

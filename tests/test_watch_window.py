@@ -33,7 +33,7 @@ def calibrated(**scale):
 
 def overflow(number, scale, share=1.0, parameters=("a.weight",)):
     return {"kind": "overflow", "time": 0.0, "step": number, "micro_batch": 0, "scale": scale,
-            "parameters": list(parameters), "nonfinite_share": share}  # fmt: skip
+            "overflowed_at": 2 * scale, "parameters": list(parameters), "nonfinite_share": share}  # fmt: skip
 
 
 # --- the twin --------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import copy
 import gc
 import json
 import math
+import os
 import subprocess
 import sys
 import weakref
@@ -14,6 +15,7 @@ from torch import nn
 
 import halfstep
 from halfstep import watcher
+from halfstep.events import Alert
 from halfstep.explain.ranges import ranges_of
 from halfstep.report import Report
 from halfstep.watch.entry import Step
@@ -247,3 +249,112 @@ def test_nothing_of_a_run_changes_by_being_watched(tmp_path):
 def test_settings_that_cannot_work_are_one_line_before_training(settings, message, tmp_path):
     with pytest.raises(halfstep.HalfstepError, match=message):
         make("fp32", tmp_path / "run", **settings)
+
+
+@pytest.mark.parametrize("layout", ["copy", "split16", "split8", "kahan", "stochastic"])
+def test_layouts_that_take_the_gradients_away_are_watched_alike(layout, tmp_path, caplog):
+    model = net()
+    stepper = make(f"bf16 master={layout}", tmp_path, model)
+    handle = model[2].weight.register_hook(lambda gradient: gradient * math.inf)
+    train(stepper, 1)
+    handle.remove()
+    train(stepper, 99)
+    stepper.close()
+    bad, *_, last = steps(tmp_path)
+    assert bad.parameters == ("2.weight",)
+    assert bad.nonfinite_share == 16 / 161 or bad.nonfinite_at_most == 16 / 161
+    (layers,) = entries(tmp_path, "layers")
+    assert layers["parameters"] == [name for name, _ in model.named_parameters()]
+    # Each norm is rounded to fp32 before they are put together again.
+    assert math.hypot(*layers["norms"]) == pytest.approx(last.grad_norm, rel=1e-6)
+    assert "fault of its own" not in caplog.text
+
+
+def test_one_layer_that_is_not_finite_hides_no_other(tmp_path):
+    model = net()
+    stepper = make("bf16", tmp_path, model)
+    train(stepper, 99)
+    truth = {}
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p, name=name: truth.update({name: p.grad.norm().item()}))
+    model[0].bias.register_hook(lambda gradient: gradient * math.inf)
+    train(stepper, 1)
+    stepper.close()
+    (layers,) = entries(tmp_path, "layers")
+    norms = dict(zip(layers["parameters"], map(float, layers["norms"]), strict=True))
+    assert not math.isfinite(norms.pop("0.bias"))
+    truth.pop("0.bias")
+    assert norms == pytest.approx(truth, rel=1e-6)
+
+
+def test_a_parameter_without_a_gradient_is_none_of_those_that_could_be_finite(tmp_path):
+    model = nn.ModuleDict({"used": nn.Linear(8, 1), "unused": nn.Linear(80, 80)})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    stepper = halfstep.Stepper(model, optimizer, "bf16", log=tmp_path)
+    stepper.step(lambda: model["used"](X).float().mean() * math.inf)
+    stepper.close()
+    (bad,) = steps(tmp_path)
+    assert bad.nonfinite_at_most == 1.0
+
+
+def test_a_second_replay_counts_the_elements_that_were_kept_as_finite(tmp_path):
+    """The head alone overflows, twice: its one weight in two is half of its share of all."""
+    model = net()
+    stepper = make("fp16 scale.init=1024", tmp_path, model)
+    times = iter([math.inf, math.inf])
+    model[2].weight.register_hook(lambda gradient: gradient * next(times, 1.0))
+    (report,) = train(stepper, 1)
+    stepper.close()
+    assert report.num_replays == 2
+    overflows = entries(tmp_path, "overflow")
+    assert [entry["nonfinite_share"] for entry in overflows] == [16 / 161, 16 / 161]
+    assert [(entry["overflowed_at"], entry["scale"]) for entry in overflows] == [(1024, 512), (512, 256)]
+
+
+def test_a_stepper_that_is_closed_lowers_nothing_more(caplog):
+    model = net()
+    stepper = make("fp16 on_overflow=skip scale.init=65536", None, model)
+    train(stepper, 41)
+    model[2].weight.register_hook(lambda gradient: gradient * (math.inf if stepper.num_steps == 41 else 1.0))
+    train(stepper, 4)
+    stepper.close()
+    (report, *_), last = train(stepper, 1), train(stepper, 50)[-1]
+    assert report.scale == last.scale == 8192  # found at 16384, then by its own back-off
+
+
+def test_an_exception_of_a_sink_loses_nothing_of_the_log(tmp_path):
+    def stop(event):
+        if isinstance(event, Alert):
+            raise RuntimeError("enough")
+
+    model = net()
+    stepper = make("bf16", tmp_path, model, sinks=[stop])
+    model[0].weight.register_hook(lambda gradient: gradient * (math.inf if stepper.num_steps == 12 else 1.0))
+    train(stepper, 19)
+    with pytest.raises(RuntimeError, match="enough"):
+        train(stepper, 1)  # step 13 is read with step 20
+    train(stepper, 15)
+    stepper.close()
+    assert [step.step for step in steps(tmp_path)] == list(range(1, 36))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
+def test_a_forked_child_writes_nothing_and_ends(tmp_path):
+    stepper = make("fp32", tmp_path)
+    train(stepper, 15)
+    child = os.fork()
+    if child == 0:
+        stepper.close()
+        train(stepper, 15)
+        del stepper
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    train(stepper, 5)
+    stepper.close()
+    assert [step.step for step in steps(tmp_path)] == list(range(1, 21))
+
+
+@pytest.mark.parametrize("watch", [None, 3, {"rules": {}}])
+def test_what_is_no_setting_is_one_line(watch):
+    with pytest.raises(halfstep.HalfstepError, match=r"it is a halfstep\.Watch, the name of its TOML file"):
+        make("fp32", None, watch=watch)

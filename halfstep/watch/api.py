@@ -18,13 +18,13 @@ from halfstep.watch.entry import Entry
 from halfstep.watch.golden import Band
 from halfstep.watch.metrics import METRICS
 from halfstep.watch.reading import ranks_of
+from halfstep.watch.run_state import ENDED, State
 from halfstep.watch.runs import Runs
 from halfstep.watch.shelf import Busy, Gone, Shelf
 
 EVENTS = ("seam", "promotion", "gap", "end", "explanation")
 ALERT = ("rule", "step", "rank", "severity", "message", "action", "time")
 
-_ENDED = ("finished", "failed", "lost")
 # Of a look at many stores: for all of them together, for each, and to wait for each.
 _LIST_S, _ALERTS_S, _BITE_S, _PATIENCE_S = 1.0, 0.3, 0.05, 0.2
 
@@ -158,7 +158,7 @@ class Api:
             return None
         except Busy as busy:
             return known or _unread(name, busy.why)
-        is_settled = is_complete and run["state"] in _ENDED
+        is_settled = is_complete and run["state"] in ENDED
         self._known[name] = _Known(run, is_complete, stamp if is_settled else None)
         return self._known[name]
 
@@ -227,7 +227,8 @@ def _unread(name: str, why: str) -> _Known:
         "policy effective reason device versions num_ranks first_step last_step num_steps started updated num_skipped "
         "num_replays num_alerts loss grad_norm scale seconds session"
     )
-    content = dict.fromkeys(unknown.split()) | {"name": name, "state": "empty", "why": why, "rank": 0, "ranks": []}
+    state: State = "reading"
+    content = dict.fromkeys(unknown.split()) | {"name": name, "state": state, "why": why, "rank": 0, "ranks": []}
     return _Known(content, False, None)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from bisect import bisect_left
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from halfstep.watch.log import file_of
 from halfstep.watch.reading import Tail, ranks_of
 from halfstep.watch.rules.stalled import RULE as STALLED
 from halfstep.watch.rules.stalled import usual_pause
-from halfstep.watch.run_state import state_of
+from halfstep.watch.run_state import STATES, state_of
 from halfstep.watch.settings import Watch
 
 _TONES = {"error": "bad", "warning": "open", "note": ""}
@@ -110,7 +111,7 @@ def check(folder: str | os.PathLike[str], settings: Watch | None = None) -> Chec
     if len(unread) == len(replays):
         raise HalfstepError(f"run {folder}", "it holds no log, rank-00000.jsonl, with entries in it", _FIX)
     alerts = [alert for replay in replays for alert in replay.alerts]
-    worst = min(replays, key=lambda replay: _STATES.index(replay.state))
+    worst = min(replays, key=lambda replay: STATES.index(replay.state))
     return CheckReport(
         Path(folder).resolve().name,
         worst.state,
@@ -123,10 +124,6 @@ def check(folder: str | os.PathLike[str], settings: Watch | None = None) -> Chec
         unread,
         tuple(sorted(alerts, key=lambda alert: (alert.step, alert.rank))),
     )
-
-
-_STATES = ("failed", "lost", "stalled", "running", "finished", "empty")
-"""The first of them that any rank is in is the state of the run."""
 
 
 class _Replay:
@@ -179,9 +176,11 @@ class _Replay:
 
     def _judge_end(self, now: float) -> None:
         """The state that the log ends in; a run that is lost or stalled is an alert."""
-        window = self._guard.window
-        self.state, self.why = state_of(self._run, self._end, bool(self.steps), now - window.now, usual_pause(window))
-        if self.state == "lost" and self._settings.rules.get(STALLED.name) is not False:
+        window, setting = self._guard.window, self._settings.rules.get(STALLED.name)
+        limits = {**STALLED.limits, **(setting if isinstance(setting, Mapping) else {})}
+        pause_s = usual_pause([step.time for step in window.steps])
+        self.state, self.why = state_of(self._run, self._end, bool(self.steps), now - window.now, pause_s, limits)
+        if self.state == "lost" and setting is not False:
             step = self.steps[-1] if self.steps else 0
             action = "Look in the system's log for what ended it: out of memory, a signal, a machine that went down."
             self.alerts.append(Alert(STALLED.name, step, "error", self.why, action, self.rank))

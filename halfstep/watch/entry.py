@@ -4,6 +4,7 @@
     seam         a run goes on from a checkpoint: ``step`` is the last step that counts; later ones of before do not
     step         what one optimizer step did: see Step
     layers       every LAYERS_EVERY steps: ``step``, ``parameters`` and the true 2-norms of their gradients, ``norms``
+    reduction    the guard lowered the loss scale: ``step`` is the last one before, ``scale`` the one from then on
     overflow, promotion, alert    the records of halfstep.events, as their to_dict() gives them
     updates, ranges               reports that a loop recorded: ``step`` and the report's to_dict()
     explanation                   of a bad step, by Stepper(explain=True)
@@ -81,10 +82,12 @@ class Step:
     @classmethod
     def from_entry(cls, entry: Mapping[str, Any]) -> Step:
         """The step of a line; ValueError, TypeError, OverflowError or KeyError when it is none."""
-        known = {name: entry[name] for name in _DEFAULTS if name in entry}
-        for name in ("scale", "nonfinite_at_most", "count"):
+        known = {name: entry[name] for name in _DEFAULTS if entry.get(name) is not None}
+        for name in ("scale", "nonfinite_share", "nonfinite_at_most", "count", "memory_mib"):
             if name in known:
                 known[name] = float(known[name])
+        if entry.get("nonfinite_share", 0.0) is None:
+            known["nonfinite_share"] = None  # nobody counted, which is not the default
         if "parameters" in known:
             known["parameters"] = tuple(known["parameters"])
         loss, grad_norm = _lengthened(float(entry["loss"])), _lengthened(float(entry["grad_norm"]))
@@ -119,6 +122,7 @@ class RunStart:
     """The line that a process writes first.
 
     rank, num_ranks: of the process. session: names this process among those that wrote to the log.
+    can_lower:       whether the loss scale is lowered when the guard asks: by one process alone, or replicas together.
     host, pid:       where it runs. policy: the policy in effect; info: RunInfo.to_dict(). scale: settings of the
                      loss scale, of halfstep.policy.LossScale. num_elements: of the trainable parameters.
     """
@@ -133,10 +137,7 @@ class RunStart:
     scale: Mapping[str, Any] = field(default_factory=dict)
     info: Mapping[str, Any] = field(default_factory=dict)
     num_elements: int = 0
-
-    @property
-    def has_dynamic_scale(self) -> bool:
-        return self.scale.get("kind") == "dynamic"
+    can_lower: bool = True
 
     def to_entry(self) -> Entry:
         return {"kind": "run", **asdict(self)}
@@ -144,7 +145,7 @@ class RunStart:
     @classmethod
     def from_entry(cls, entry: Mapping[str, Any]) -> RunStart:
         names = {f.name for f in fields(cls)}
-        return cls(**{name: value for name, value in entry.items() if name in names})
+        return cls(**{name: value for name, value in entry.items() if name in names and value is not None})
 
 
 _Check = Callable[[Any], bool]
@@ -184,14 +185,15 @@ _CHECKS: Mapping[str, _Check] = {
 }
 _TABLE = """
 run       time:number rank:count? num_ranks:count? session:text? host:text? pid:count? policy:text? scale:table?
-run       info:table? num_elements:count?
+run       info:table? num_elements:count? can_lower:flag?
 seam      step:count
 step      step:count time:number loss:number grad_norm:number scale:number? applied:flag? reason:text?
 step      num_replays:count? nonfinite_share:number? nonfinite_at_most:number? parameters:texts? count:number?
 step      memory_mib:number?
 layers    step:count parameters:texts norms:numbers
-overflow  step:count scale:number parameters:texts? nonfinite_share:number?
-promotion step:count
+overflow  step:count scale:number overflowed_at:number parameters:texts nonfinite_share:number
+reduction step:count scale:number
+promotion step:count module:text
 alert     rule:text step:count severity:text message:text action:text rank:count?
 updates   step:count
 ranges    step:count

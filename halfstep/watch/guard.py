@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import pkgutil
 from collections.abc import Mapping
 from functools import cache
@@ -47,7 +48,8 @@ class Guard:
     def _forget(self) -> None:
         self.lowers_scale = False
         self._standing: dict[str, str] = {}  # by rule: the situation that its last look found
-        self._held: dict[tuple[str, str], int] = {}  # by rule and situation: the step at which a look found it last
+        # By rule and situation: the step at which a look found it last, and the steps without it that make it news.
+        self._held: dict[tuple[str, str], tuple[int, int]] = {}
 
     def see(self, entry: Entry | Step) -> list[Alert]:
         """The alerts that an entry brings."""
@@ -107,13 +109,17 @@ class Guard:
         return alerts
 
     def _is_news(self, rule: str, situation: str) -> bool:
-        """Whether the situation has been gone for a window, or was never there."""
+        """Whether the situation was never there, or gone for a window; for twice as long with every return.
+
+        So what comes again and again, as a batch of every epoch, is told less and less.
+        """
         step = self.window.last.step
-        held = self._held.get((rule, situation))
+        held, quiet = self._held.get((rule, situation), (None, SIZE // 2))
         stands = self._standing.get(rule) == situation
+        is_news = not stands and (held is None or step - held > quiet)
         self._standing[rule] = situation
-        self._held[rule, situation] = step
-        return not stands and (held is None or step - held > SIZE)
+        self._held[rule, situation] = step, 2 * quiet if is_news else quiet
+        return is_news
 
     def _alert(self, rule: Rule, finding: Finding) -> Alert:
         step = finding.step if finding.step is not None else self.window.last.step
@@ -150,6 +156,13 @@ def _chosen(settings: Watch) -> list[tuple[Rule, Mapping[str, float]]]:
                 raise HalfstepError(
                     f"{unknown[0]!r} of rule {name}", "no such limit", f"It has {', '.join(limits[name]) or 'none'}."
                 )
+            for word, number in value.items():
+                if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < math.inf:
+                    raise HalfstepError(
+                        f"{word} = {number!r} of rule {name}",
+                        "a limit is a number",
+                        f"Its default is {limits[name][word]}.",
+                    )
             limits[name] = {**limits[name], **value}
         elif value is not True:
             raise HalfstepError(f"rule {name} = {value!r}", "a rule is on, off, or has limits", "Use false or a table.")

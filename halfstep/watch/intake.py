@@ -7,7 +7,7 @@ import math
 import sqlite3
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from halfstep.watch.entry import Entry, line_of
@@ -15,6 +15,7 @@ from halfstep.watch.layers import LAYERS, Parameters
 from halfstep.watch.layers import SCHEMA as PARAMETERS
 from halfstep.watch.metrics import STEPS, step_rows
 from halfstep.watch.pyramid import Row
+from halfstep.watch.throughput import Throughput
 
 KEPT = ("alert", "seam", "promotion", "ranges", "explanation", "gap", "end")
 """Kinds that are kept as they came. The others are in the levels, or are too many and say little."""
@@ -38,8 +39,7 @@ class Progress:
     version: grows with every change. offset: of the first byte of the log that is not taken in; fingerprint: of the
     bytes before it. run: the last entry of that kind, run_offset where it begins, and has_stepped whether a step came
     after it. end: the last entry of that kind, of this session. started, updated: in seconds, of the first run that
-    counts and of the last entry. pause_from: the step and the time that the next pause is counted from. state: as last
-    seen.
+    counts and of the last entry. throughput: of the steps since the run's entry or a cut. state: as last seen.
     """
 
     version: int
@@ -51,19 +51,20 @@ class Progress:
     end: Entry | None = None
     started: float | None = None
     updated: float | None = None
-    pause_from: tuple[int, float] | None = None
+    throughput: Throughput = field(default_factory=Throughput)
     state: str = ""
 
     @classmethod
     def read(cls, db: sqlite3.Connection) -> Progress:
         """sqlite3.DatabaseError where there is none."""
         try:
-            return cls(**json.loads(db.execute("SELECT content FROM progress").fetchone()[0]))
-        except (TypeError, ValueError) as error:
+            content = json.loads(db.execute("SELECT content FROM progress").fetchone()[0])
+            return cls(**{**content, "throughput": Throughput(**content["throughput"])})
+        except (KeyError, TypeError, ValueError) as error:
             raise sqlite3.DatabaseError(f"no index of ours: {error}") from None
 
     def write(self, db: sqlite3.Connection) -> None:
-        db.execute("UPDATE progress SET content = ?", (json.dumps(vars(self)),))
+        db.execute("UPDATE progress SET content = ?", (json.dumps(vars(self), default=vars),))
 
 
 class Intake:
@@ -112,13 +113,8 @@ class Intake:
         if step <= self._last:
             self._cut(step - 1, offset if progress.has_stepped else progress.run_offset)
         self._last, progress.has_stepped = step, True
-        seconds = count_per_s = None
-        if (time := _finite(entry["time"])) is not None:
-            before, progress.pause_from = progress.pause_from, (step, time)
-            if before is not None and before[0] == step - 1 and time >= before[1]:
-                seconds = time - before[1]
-                if seconds and (count := _finite(get("count", 1.0))) is not None:
-                    count_per_s = count / seconds
+        time, count = float(entry["time"]), _finite(get("count", 1.0))
+        seconds, count_per_s = progress.throughput.add(step, time, count)
         self._steps.append(
             (
                 step,
@@ -149,7 +145,7 @@ class Intake:
         progress = self._progress
         if kind == "run":
             progress.run, progress.run_offset, progress.has_stepped = json.loads(content), offset, False
-            progress.end = progress.pause_from = None
+            progress.end, progress.throughput = None, Throughput()
             if progress.started is None:
                 progress.started = _finite(entry["time"])
             return
@@ -161,7 +157,7 @@ class Intake:
 
     def _cut(self, step: int, offset: int) -> None:
         """What the log says before ``offset`` of steps after ``step`` counts no more."""
-        self._progress.pause_from = None
+        self._progress.throughput = Throughput()
         self._db.execute("DELETE FROM entries WHERE step > ? AND offset < ?", (step, offset))
         if step >= self._last:
             return

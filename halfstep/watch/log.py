@@ -10,7 +10,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -18,10 +17,13 @@ from halfstep.errors import HalfstepError
 from halfstep.report import count_text
 from halfstep.watch.appender import Appender
 from halfstep.watch.entry import Entry, Step, line_of
+from halfstep.watch.feed import Feed
 from halfstep.watch.settings import Exporter
 
 MOST_KEPT = 100_000
 """Entries that wait for a disk; of more, the last."""
+MOST_BYTES = 2**26
+"""Of the lines that wait for a disk; of more, the last."""
 _MOST_AT_ONCE = 1000
 """Lines in one write."""
 _BEAT_S = 1.0
@@ -33,14 +35,15 @@ _open: dict[Path, Log] = {}
 
 
 class Log:
-    """Appends entries to the file of one rank, and hands them to exporters, from a thread of its own.
+    """Appends entries to the file of one rank from a thread of its own, and hands them on to those of the exporters.
 
     folder:  of the run; made if it is not there. HalfstepError if it cannot be written, or if another process that
              lives writes there. A log of this process for the same file ends.
     on_lost: called with one line when the log or an exporter is lost, once for each reason.
     on_idle: called from the thread about once a second.
 
-    While the file cannot be written, the last MOST_KEPT entries wait, and a ``gap`` will tell how many did not.
+    While the file cannot be written, the last MOST_KEPT entries wait, with lines of MOST_BYTES at most, and a ``gap``
+    will tell how many did not.
     """
 
     def __init__(
@@ -53,12 +56,12 @@ class Log:
     ) -> None:
         self._path = file_of(Path(folder).resolve(), rank)
         self._on_lost, self._on_idle = on_lost, on_idle
-        self._exporters = list(exporters)
         self._said: set[str] = set()
         self._queue: queue.SimpleQueue[Entry | Step | None] = queue.SimpleQueue()
         self._run_entry: Entry | None = None
         self._owes_run = False  # whether its line is still to be written
         self._lines: deque[bytes] = deque()
+        self._num_bytes = 0  # in those lines
         self._num_lost = 0
         self._lost_lock = threading.RLock()
         self._is_ours = True  # until another process takes the file, after it was lost
@@ -74,6 +77,7 @@ class Log:
             ) from None
         self._is_open = True
         _open[self._path] = self
+        self._feeds = [Feed(exporter, self._say) for exporter in exporters]
         self._thread = threading.Thread(target=self._work, name="halfstep log", daemon=True)
         self._thread.start()
 
@@ -88,7 +92,7 @@ class Log:
                 self._num_lost += 1
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Write what is left, for ``timeout_s`` at most. Safe to call twice."""
+        """Write what is left, and then end the exporters, for ``timeout_s`` at most in all. Safe to call twice."""
         if not self._is_open:
             return
         self._is_open = False
@@ -96,9 +100,14 @@ class Log:
         self._queue.put(None)
         if threading.current_thread() is self._thread:
             return  # who held the log was collected here
+        deadline = time.monotonic() + timeout_s
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             self._say(f"its last lines were not written within {timeout_s:g} s, and nobody waits for them")
+            return  # the exporters have not had them
+        for feed in self._feeds:
+            if not feed.join(deadline - time.monotonic()):
+                self._say(f"{feed.name} has not ended within {timeout_s:g} s; what it had not taken yet is lost")
 
     def _forget(self) -> None:
         """In a forked process: the file is its parent's, and so is the thread."""
@@ -113,18 +122,20 @@ class Log:
             entries = self._gather(max(0.0, due - time.monotonic()))
             if self._file.is_open:
                 self._write()
-            for entry in entries if self._exporters else ():
-                self._export(entry)
+            for feed in self._feeds:
+                for entry in entries:
+                    feed.put(entry)
             if time.monotonic() >= due:
                 due = time.monotonic() + _BEAT_S
                 self._write()
-                self._call(self._on_idle, "the look at a run that may be silent")
+                self._look()
+            self._trim()
         self._write()
         if self._is_ours and (num_left := len(self._lines) + self._num_lost):
             self._say(f"its last {count_text(num_left, 'line')} could not be written")
         self._file.close()
-        for exporter in self._exporters:
-            self._call(exporter.close, f"the end of exporter {type(exporter).__name__}")
+        for feed in self._feeds:
+            feed.end()
 
     def _gather(self, longest_s: float) -> list[Entry | Step]:
         """Take in what has come, after ``longest_s`` at most."""
@@ -145,19 +156,17 @@ class Log:
             self._run_entry, self._owes_run = entry, True
         elif (line := self._line_of(entry)) and self._is_ours:
             self._lines.append(line)
-            if len(self._lines) > MOST_KEPT:
-                self._lines.popleft()
-                with self._lost_lock:
-                    self._num_lost += 1
+            self._num_bytes += len(line)
 
-    def _export(self, entry: Entry | Step) -> None:
-        for exporter in list(self._exporters):
-            name = f"exporter {type(exporter).__name__}, which gets nothing more,"
-            known = entry.to_entry() if isinstance(entry, Step) else entry
-            if not self._call(partial(exporter.write, known), name):
-                self._exporters.remove(exporter)
-                with suppress(BaseException):
-                    exporter.close()
+    def _trim(self) -> None:
+        """Keep the last of the lines that the file has not taken."""
+        while len(self._lines) > MOST_KEPT or self._num_bytes > MOST_BYTES:
+            self._drop_first()
+            with self._lost_lock:
+                self._num_lost += 1
+
+    def _drop_first(self) -> None:
+        self._num_bytes -= len(self._lines.popleft())
 
     def _line_of(self, entry: Entry | Step) -> bytes:
         try:
@@ -184,6 +193,7 @@ class Log:
             except HalfstepError as error:
                 self._is_ours = False
                 self._lines.clear()
+                self._num_bytes = 0
                 self._say(f"{error.why}; this run keeps no log any more")
                 return
             if num_written:
@@ -192,7 +202,7 @@ class Log:
                 with self._lost_lock:
                     self._num_lost -= num_lost
             for _ in range(num_written - len(first)):
-                self._lines.popleft()
+                self._drop_first()
             if fault is not None:
                 self._say(f"{fault.strerror}; the run goes on, and its log as soon as it can be written")
                 return
@@ -207,14 +217,11 @@ class Log:
             lines.append(self._line_of({"kind": "gap", "time": now, "num_lost": num_lost}))
         return lines
 
-    def _call(self, function: Callable[[], None], what: str) -> bool:
-        """Whether ``function`` of somebody else came to its end."""
+    def _look(self) -> None:
         try:
-            function()
+            self._on_idle()
         except BaseException as error:
-            self._say(f"{what} failed with {type(error).__name__}: {error}")
-            return False
-        return True
+            self._say(f"the look at a run that may be silent failed with {type(error).__name__}: {error}")
 
     def _say(self, what: str) -> None:
         line = " ".join(f"log {self._path}: {what}".split())

@@ -12,7 +12,7 @@ from halfstep.report import json_number
 from halfstep.watch.pyramid import Pyramid, Row
 
 METRICS = ("loss", "grad_norm", "scale", "seconds", "count_per_s", "memory_mib")
-"""seconds: from the step before, of one session. count_per_s: what the window held by those seconds."""
+"""seconds: of a step, of one session. count_per_s: what was done a second; see halfstep.watch.throughput for both."""
 _EXTREMES = ("low", "low_step", "high", "high_step", "nonfinite_step", "nonfinite")
 _MARKS = ("num_steps", "num_skipped", "skipped_step", "num_replays", "replays_step")
 _WIDTH = len(_EXTREMES)

@@ -24,7 +24,7 @@ PAUSES_S = (1.0, 5.0, 25.0)
 TIMEOUT_S = 30.0
 """Of one try."""
 RULE_PAUSE_S = 600.0
-"""Between two messages of a rule to a target."""
+"""Between two messages of a rule and a severity to a target: what gets worse is told at once."""
 MOST_AN_HOUR = 20
 """Messages to a target."""
 _MOST_WAITING = 100
@@ -81,7 +81,7 @@ class _Line:
         self._lock = threading.RLock()  # a watcher that is collected in the middle may put, too
         self._thread: threading.Thread | None = None
         self._times: deque[float] = deque(maxlen=MOST_AN_HOUR)
-        self._time_of: dict[str, float] = {}
+        self._time_of: dict[tuple[str, str], float] = {}
         self._is_failing = False
         self._is_ending = threading.Event()
         self._deadline = float("inf")
@@ -121,18 +121,19 @@ class _Line:
         last = None
         while (item := self._queue.get()) is not None:
             last, now = item
-            if self._is_too_much(last.rule, now):
+            if self._is_too_much(last, now):
                 self._hold(last.rule)
             elif self._send(last):
-                self._time_of[last.rule] = now
+                self._time_of[last.rule, last.severity] = now
                 self._times.append(now)
         if last is not None and self._held:
             text = f"{count_text(self._held.total(), 'alert')} did not arrive, or came too close together to be sent"
             self._send(Alert("held-back", last.step, "note", text, "Look at the run's log.", last.rank))
 
-    def _is_too_much(self, rule: str, now: float) -> bool:
+    def _is_too_much(self, alert: Alert, now: float) -> bool:
         is_full = len(self._times) == MOST_AN_HOUR and now - self._times[0] < _HOUR_S
-        return is_full or now - self._time_of.get(rule, float("-inf")) < RULE_PAUSE_S
+        told = self._time_of.get((alert.rule, alert.severity), float("-inf"))
+        return is_full or now - told < RULE_PAUSE_S
 
     def _hold(self, rule: str) -> None:
         with self._lock:
@@ -160,17 +161,22 @@ class _Line:
             timeout_s = min(TIMEOUT_S, self._deadline - time.monotonic())
             if timeout_s <= 0:
                 return "no time was left"
-            try:
-                self._target.send(message, timeout_s)
-                return None
-            except NotSentError as error:
-                fault = str(error)
-            except Exception as error:  # a fault of ours or of a library must not end the thread
-                fault = type(error).__name__
-            if pause_s is None or self._is_ending.is_set():
+            fault = _fault(self._target, message, timeout_s)
+            if fault is None or pause_s is None or self._is_ending.is_set():
                 break
             self._is_ending.wait(pause_s)
         return fault
+
+
+def _fault(target: Target, message: Message, timeout_s: float) -> str | None:
+    """None if ``message`` arrived, else why not, in one line without a secret."""
+    try:
+        target.send(message, timeout_s)
+    except NotSentError as error:
+        return str(error)
+    except Exception as error:  # a fault of ours or of a library ends no thread, and its words may hold the URL
+        return type(error).__name__
+    return None
 
 
 def message_of(alert: Alert, run: str, held: Mapping[str, int]) -> Message:
@@ -211,11 +217,5 @@ def send_test(targets: Sequence[str]) -> NotifyReport:
     """Send one message to each of ``targets``. HalfstepError for one that cannot be read, before anything is sent."""
     alert = Alert("test", 0, "note", "This is a test of halfstep watch notify", "Nothing is to be done.")
     message = message_of(alert, "test", {})
-    faults: list[tuple[str, str | None]] = []
-    for target in [target_of(text) for text in targets]:
-        try:
-            target.send(message, TIMEOUT_S)
-            faults.append((target.name, None))
-        except NotSentError as error:
-            faults.append((target.name, str(error)))
-    return NotifyReport(faults)
+    known = [target_of(text) for text in targets]
+    return NotifyReport([(target.name, _fault(target, message, TIMEOUT_S)) for target in known])

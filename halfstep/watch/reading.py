@@ -48,7 +48,7 @@ class Tail:
         """
         entries: list[tuple[int, Entry]] = []
         try:
-            with _open(self.path) as file:
+            with open_log(self.path) as file:
                 self._find(file)
                 last = None if max_bytes is None else self.offset + max_bytes
                 while last is None or self.offset < last:
@@ -95,8 +95,8 @@ class Tail:
         return entries
 
 
-def _open(path: Path) -> FileIO:
-    """An open file, not waiting for the writer of a pipe, and not led elsewhere by a link."""
+def open_log(path: Path) -> FileIO:
+    """An open file, not waiting for the writer of a pipe, and not led elsewhere by a link. OSError for what is none."""
     flags = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0)  # Windows has neither
     file = FileIO(path, opener=lambda name, mode: os.open(name, mode | flags))
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -124,7 +124,7 @@ def read_entries(folder: str | os.PathLike[str], rank: int) -> Iterator[Entry]:
     """The log of one rank, from its start to what is its end now. HalfstepError where there is nothing to read."""
     path = file_of(folder, rank)
     try:
-        _open(path).close()
+        open_log(path).close()
     except OSError as error:
         why = f"it cannot be read ({error.strerror or 'it is no file'})"
         raise HalfstepError(f"log {path}", why, "Name the folder of a run, which holds rank-00000.jsonl.") from None

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import stat
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +14,9 @@ from halfstep.errors import HalfstepError
 
 DEPTH = 4
 """Folders that a run may lie deep."""
+KEPT_S = 2.0
+"""Seconds in which many folders are not looked through once more."""
+_MANY = 256
 _RANK = re.compile(r"rank-\d{5,}\.jsonl")
 _DRIVE = re.compile("[A-Za-z]:")
 
@@ -20,19 +25,30 @@ class Runs:
     """The runs in ``folder``: every folder that holds the log of a rank. HalfstepError where there is no such folder.
 
     The name of a run is its path in the folder, with slashes; the folder itself, when it is a run, has its own name. A
-    link on the way to a run, or in place of a log, is not followed, wherever it leads.
+    link on the way to a run, or in place of a log, is not followed, wherever it leads. Any thread may ask.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self._folder = Path(folder).resolve()
         if not self._folder.is_dir():
             raise _no_folder(self._folder)
+        self._lock = threading.Lock()
+        self._names: list[str] = []
+        self._until = 0.0  # by time.monotonic(), and until then the names are as they were
 
     def names(self) -> list[str]:
-        """Sorted. A folder that cannot be read, or whose name no page could ask for, is left out."""
+        """Sorted. A folder that cannot be read, or whose name no page could ask for, is left out.
+
+        Of more than a few hundred folders it is what was found KEPT_S seconds ago at most.
+        """
         if not self._folder.is_dir():
             raise _no_folder(self._folder)
-        return sorted(set(_find(self._folder, self._folder.name, "", 0)))
+        with self._lock:
+            if time.monotonic() >= self._until:
+                found = list(_walk(self._folder, self._folder.name, "", 0))
+                self._names = sorted({name for name, is_run in found if is_run})
+                self._until = time.monotonic() + KEPT_S if len(found) > _MANY else 0.0
+            return self._names.copy()
 
     def folder_of(self, name: str) -> Path:
         """The folder of a run. HalfstepError for a name that leads elsewhere, or to no run."""
@@ -52,21 +68,20 @@ class Runs:
         return all(map(_is_folder, way[: way.index(self._folder)])) and folder.resolve().is_relative_to(self._folder)
 
 
-def _find(folder: Path | str, own_name: str, prefix: str, depth: int) -> Iterator[str]:
-    """The names of the runs in a folder and below."""
+def _walk(folder: Path | str, own_name: str, prefix: str, depth: int) -> Iterator[tuple[str, bool]]:
+    """The name of a folder and of those below, and whether each is a run."""
     try:
         with os.scandir(folder) as listing:
             entries = list(listing)
     except OSError:
         return
-    if _is_run_of(entries):
-        yield own_name
+    yield own_name, _is_run_of(entries)
     if depth == DEPTH:
         return
     for entry in entries:
         if _is_plain(entry.name) and entry.is_dir(follow_symlinks=False):
             name = prefix + entry.name
-            yield from _find(entry.path, name, name + "/", depth + 1)
+            yield from _walk(entry.path, name, name + "/", depth + 1)
 
 
 def _is_run(folder: Path) -> bool:

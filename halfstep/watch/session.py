@@ -27,15 +27,20 @@ class Session:
     """Judges and keeps the entries of one process, in the order in which they come.
 
     log:      folder of the run, or None to keep nothing, with no thread of its own.
-    on_alert: called with every alert of the guard; from the log's thread, for one of a run that is silent.
+    on_alert: gives who is told of an alert that comes from the log's thread, over a run that is silent; None where
+              nobody is left. The others are given back to the caller.
     Alerts also go to Python's logger ``halfstep``, to the log, and on rank 0 to the targets of ``settings``.
 
-    HalfstepError for settings, targets, exporters or a folder that cannot work. Later faults of ours are logged, and
-    stop nothing; an exception out of ``on_alert`` passes, where it was not called from a thread.
+    HalfstepError for settings, targets, exporters or a folder that cannot work. Later faults are logged, and stop
+    nothing.
     """
 
     def __init__(
-        self, run: RunStart, settings: Watch, log: str | os.PathLike[str] | None, on_alert: Callable[[Alert], None]
+        self,
+        run: RunStart,
+        settings: Watch,
+        log: str | os.PathLike[str] | None,
+        on_alert: Callable[[], Callable[[Alert], None] | None],
     ) -> None:
         if settings.exporters and log is None:
             raise HalfstepError(
@@ -75,20 +80,23 @@ class Session:
         """Whether somebody keeps or gets what the session is told."""
         return self._log is not None or self._notifier is not None
 
-    def see(self, entry: Entry | Step) -> None:
-        """Keep ``entry`` and judge it."""
+    @property
+    def lowers_scale(self) -> bool:
+        """Whether the guard asks for a lower loss scale."""
+        return self._is_open and self._is_judging and self.guard.lowers_scale
+
+    def see(self, entry: Entry | Step) -> list[Alert]:
+        """Keep ``entry`` and judge it: its alerts, which the caller may tell on."""
         with self._lock:
             self._put(entry)
             alerts = self._judge(lambda: self.guard.see(entry))
         self._tell(alerts)
-        for alert in alerts:
-            self._on_alert(alert)
+        return alerts
 
     def alert(self, alert: Alert) -> None:
-        """Tell ``alert`` to everybody."""
+        """Keep an ``alert`` of the caller's own, and tell it to people."""
         self._keep(alert)
         self._tell([alert])
-        self._on_alert(alert)
 
     def close(self, reason: str | None = None) -> None:
         """End the session, with the ``reason`` of one that failed. Safe to call twice."""
@@ -135,8 +143,10 @@ class Session:
         with self._lock:
             alerts = self._judge(lambda: self.guard.tick(time.time()))
         self._tell(alerts)
+        tell = self._on_alert()
         for alert in alerts:
             try:
-                self._on_alert(alert)
+                if tell is not None:
+                    tell(alert)
             except Exception:
                 logger.exception("a sink failed with the alert %s", alert.rule)

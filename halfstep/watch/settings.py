@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Protocol
@@ -30,16 +30,29 @@ class Watch:
 
     rules:     a rule's name to False, which turns it off, or to limits that differ from its defaults.
     golden:    folders of runs whose losses the run has to follow.
-    notify:    targets of alerts: ``webhook:URL``, ``command:WORDS``, or any URL of apprise. ``$NAME`` in a target is
-               read from the environment, so that no secret is in a file.
+    notify:    targets of the alerts of rank 0: ``webhook:URL``, ``command:WORDS``, or any URL of apprise. ``$NAME`` in a
+               target is read from the environment, so that no secret is in a file.
     exporters: ``tensorboard:FOLDER``, ``wandb:PROJECT``, ``mlflow:EXPERIMENT``, ``prometheus:FILE``, or an object with
                the methods of :class:`Exporter`.
     """
 
     rules: Mapping[str, bool | Mapping[str, float]] = field(default_factory=dict)
-    golden: tuple[str, ...] = ()
-    notify: tuple[str, ...] = ()
-    exporters: tuple[str | Exporter, ...] = ()
+    golden: Sequence[str] = ()
+    notify: Sequence[str] = ()
+    exporters: Sequence[str | Exporter] = ()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.rules, Mapping):
+            raise HalfstepError(f"rules={self.rules!r}", "it maps a rule to its limits", 'Write {"loss-spike": False}.')
+        for name in ("golden", "notify", "exporters"):
+            words = getattr(self, name)
+            if not isinstance(words, list | tuple) or (name != "exporters" and not all(map(_is_text, words))):
+                raise HalfstepError(f"{name}={words!r}", "it is a list of texts", f'Write {name}=("...",).')
+        for one in self.exporters:
+            if not isinstance(one, str) and not (hasattr(one, "write") and hasattr(one, "close")):
+                raise HalfstepError(
+                    f"exporter {one!r}", "it has no write(entry) and close()", "See docs/watch-export.md."
+                )
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Watch:
@@ -60,11 +73,11 @@ class Watch:
         names = [f.name for f in fields(cls)]
         if unknown := sorted(values.keys() - set(names)):
             raise HalfstepError(f"{unknown[0]!r} in {where}", "no such setting", f"Use {', '.join(names)}.")
-        lists = {name: value for name, value in values.items() if name != "rules"}
-        for name, value in lists.items():
-            if not isinstance(value, list) or not all(isinstance(word, str) for word in value):
-                raise HalfstepError(f"{name} in {where}", "it is a list of texts", f'Write {name} = ["..."].')
-        rules = values.get("rules", {})
-        if not isinstance(rules, Mapping):
-            raise HalfstepError(f"rules in {where}", "it is a table", "Write [rules] and a line for each rule.")
-        return cls(rules=rules, **{name: tuple(value) for name, value in lists.items()})
+        try:
+            return cls(**values)
+        except HalfstepError as error:
+            raise HalfstepError(f"{where}, {error.what}", error.why, error.fix) from None
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)

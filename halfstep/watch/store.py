@@ -7,7 +7,6 @@ import json
 import os
 import sqlite3
 import stat
-import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -22,8 +21,8 @@ from halfstep.watch.index import Index
 from halfstep.watch.intake import Intake, Progress
 from halfstep.watch.layers import layers
 from halfstep.watch.log import file_of
-from halfstep.watch.reading import Tail, ranks_of
-from halfstep.watch.run_state import state_of
+from halfstep.watch.reading import Tail, open_log, ranks_of
+from halfstep.watch.run_state import State, state_of
 
 _CHUNK = 256 * 1024
 """Bytes of a log that are taken in before the clock is looked at."""
@@ -193,7 +192,7 @@ class Store:
             "loss": loss,
             "grad_norm": grad_norm,
             "scale": scale,
-            "seconds": _usual_pause(db),
+            "seconds": progress.throughput.usual_pause,
             "session": run.get("session"),
         }
 
@@ -209,7 +208,7 @@ class Store:
 
     def _gone(self, error: OSError) -> HalfstepError:
         is_gone = isinstance(error, FileNotFoundError | NotADirectoryError)
-        why = "it is not there, or not any more" if is_gone else f"it cannot be read ({error.strerror})"
+        why = "it is not there, or not any more" if is_gone else f"it cannot be read ({error.strerror or 'it is no file'})"
         return HalfstepError(f"log {self._log}", why, "Name the folder of a run.")
 
 
@@ -223,23 +222,17 @@ def _clip(db: sqlite3.Connection, first: int | None, last: int | None) -> tuple[
     return (first, last) if first <= last else (1, 0)
 
 
-def _state(db: sqlite3.Connection, progress: Progress) -> tuple[str, str]:
+def _state(db: sqlite3.Connection, progress: Progress) -> tuple[State, str]:
     silent_s = None if progress.updated is None else time.time() - progress.updated
-    return state_of(progress.run, progress.end, metrics.STEPS.bounds(db) is not None, silent_s, _usual_pause(db))
-
-
-def _usual_pause(db: sqlite3.Connection) -> float | None:
-    """Seconds between two steps, the median of the last 100."""
-    rows = db.execute("SELECT seconds FROM steps_0 ORDER BY key DESC LIMIT 100").fetchall()
-    pauses = [pause for (pause,) in rows if pause is not None]
-    return statistics.median(pauses) if pauses else None
+    has_steps = metrics.STEPS.bounds(db) is not None
+    return state_of(progress.run, progress.end, has_steps, silent_s, progress.throughput.usual_pause)
 
 
 def _fingerprint(log: Path, offset: int) -> str:
     """Of the first ``offset`` bytes, by those at their start and at their end; a log that is shorter has another."""
     if offset == 0:
         return ""
-    with open(log, "rb") as file:
+    with open_log(log) as file:
         start = file.read(min(offset, _PRINT))
         file.seek(max(0, offset - _PRINT))
         end = file.read(min(offset, _PRINT))

@@ -21,6 +21,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -179,13 +180,25 @@ def _run(
         )
     except (OSError, ValueError) as error:
         raise NotSentError(_reason(error)) from None
-    with process:
-        try:
-            output, _ = process.communicate(text, timeout_s)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            raise NotSentError("it did not end in time") from None
+    try:
+        output, _ = process.communicate(text, timeout_s)
+    except subprocess.TimeoutExpired:
+        raise NotSentError("it did not end in time") from None
+    finally:
+        if process.returncode is None:  # so that its number is still its own
+            _end(process)
     return process.returncode, (output or "").strip()
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Kill it with all that it has started. One that cannot be killed, as of another user, is not waited for."""
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with suppress(OSError):
+                pipe.close()
+    with suppress(OSError, subprocess.TimeoutExpired):
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait(1.0)
 
 
 def _json(message: Message) -> str:

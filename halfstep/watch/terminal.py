@@ -17,12 +17,13 @@ from rich.live import Live
 from rich.text import Text
 
 from halfstep.watch.entry import Entry
+from halfstep.watch.run_state import STATES
 from halfstep.watch.store import Store
 from halfstep.watch.terminal_chart import LABEL, Chart, Mark, number_text, word_of
 
 EVERY_S = 1.0
 """Between two looks at the log."""
-_STATES = {"running": "green", "finished": "cyan", "failed": "bold red", "lost": "bold red", "stalled": "yellow"}
+_STATES = dict(zip(STATES, ("bold red", "bold red", "yellow", "green", "cyan", "", ""), strict=True))
 _SEVERITIES = {"error": "bold red", "warning": "yellow"}
 _NUM_ALERTS = 5
 _PLAIN_HEIGHT = 19

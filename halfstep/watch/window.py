@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
 
+from halfstep.errors import HalfstepError
 from halfstep.policy import LossScale
 from halfstep.watch.entry import Entry, RunStart, Step
 from halfstep.watch.golden import Band
@@ -16,6 +17,8 @@ from halfstep.watch.level import NUM_CLEAN, Level
 
 SIZE = 100
 """Steps in a window, and in a block."""
+PACE = 10
+"""Steps over which a pause is taken."""
 NUM_SKIPS = 5
 """Skipped steps at one distance that make a period."""
 
@@ -135,9 +138,7 @@ class Window:
 
     def _add_bad(self, step: Step, overflows: Sequence[Entry]) -> None:
         """A step that was skipped, or had to run again."""
-        backoff = self.scale.backoff
-        # A replay's event has the scale that it runs with next; a step's own scale is the one that it ended with.
-        tries = [(e["scale"] / backoff, e["nonfinite_share"], e["parameters"]) for e in overflows]
+        tries = [(e["overflowed_at"], e["nonfinite_share"], e["parameters"]) for e in overflows]
         if not step.applied:
             share = step.nonfinite_at_most if step.nonfinite_share is None else step.nonfinite_share
             scale = overflows[-1]["scale"] if overflows else step.scale
@@ -208,7 +209,7 @@ class Window:
     def add_layers(self, entry: Entry) -> None:
         """The norms of all parameters in one step. One that is not finite is a text, and says nothing of the others."""
         norms = entry["norms"]
-        if any(isinstance(norm, str) for norm in norms):
+        if len(norms) != len(entry["parameters"]) or any(isinstance(norm, str) for norm in norms):
             return
         zeros = {name for name, norm in zip(entry["parameters"], norms, strict=True) if norm == 0}
         self.resting |= self._resting.difference(zeros).intersection(entry["parameters"])
@@ -226,9 +227,22 @@ def spread(values: Sequence[float], middle: float) -> float:
     return 1.4826 * statistics.median(abs(value - middle) for value in values)
 
 
+def pauses(times: Sequence[float]) -> list[float]:
+    """Seconds a step, each over PACE steps, or over all where there are fewer.
+
+    times: of steps that follow one another, in seconds. The host of a GPU runs ahead of it, by up to PACE steps, and
+    then waits, so that single pauses are near 0 but for one.
+    """
+    pace = min(PACE, len(times) - 1)
+    return [(late - early) / pace for early, late in zip(times, times[pace:], strict=False)] if pace > 0 else []
+
+
 def _scale_of(settings: Mapping[str, object]) -> LossScale:
     known = {f.name for f in fields(LossScale)}
-    return LossScale(**{name: value for name, value in settings.items() if name in known})  # type: ignore[arg-type]
+    try:
+        return LossScale(**{name: value for name, value in settings.items() if name in known})  # type: ignore[arg-type]
+    except (TypeError, HalfstepError):
+        return LossScale()  # the line is none of ours: as a run without a scale, of which nothing is excused
 
 
 def _modules_of(parameters: Iterable[str]) -> list[str]:
@@ -247,8 +261,8 @@ def _block(before: Step | None, steps: Sequence[Step]) -> Block:
     losses = [step.loss for step in finite]
     middle = statistics.median(losses) if losses else None
     all_steps = steps if before is None else [before, *steps]
-    pauses = [late.time - early.time for early, late in pairwise(all_steps)]
-    seconds = statistics.median(pauses) if pauses else None
+    between = pauses([step.time for step in all_steps])
+    seconds = statistics.median(between) if between else None
     count = statistics.median(step.count for step in steps)
     return Block(
         steps[0].step,

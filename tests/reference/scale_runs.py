@@ -51,11 +51,11 @@ class Run:
         self.step += 1
         began, num_replays = self.scale, 0
         while self.replay and self.share() and self.scale > self.settings.floor:
-            share = self.share()
+            share, at = self.share(), self.scale
             self.scale *= self.settings.backoff
             num_replays += 1
             self.see({"kind": "overflow", "time": float(self.step), "step": self.step, "micro_batch": 0,
-                      "scale": self.scale, "parameters": PARAMETERS, "nonfinite_share": share})  # fmt: skip
+                      "scale": self.scale, "overflowed_at": at, "parameters": PARAMETERS, "nonfinite_share": share})  # fmt: skip
         share = self.share()
         if share and num_replays:
             self.scale = began  # undone

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from halfstep.watch.entry import Entry, Step
+from halfstep.watch.throughput import Throughput
 
 
 @dataclass(frozen=True)
@@ -30,38 +32,44 @@ class Facts:
 
     def __init__(self) -> None:
         self._step, self._time = 0, 0.0
-        self._before: Step | None = None
+        self._throughput = Throughput()
 
     def of(self, entry: Entry) -> Fact:
         kind = entry["kind"]
         time = self._time = float(entry.get("time", self._time))
         if kind == "step":
-            step, before = Step.from_entry(entry), self._before
-            self._step, self._before = step.step, step
-            return Fact(step.step, time, _numbers(step, before), restarts=before is None)
+            step, restarts = Step.from_entry(entry), self._throughput.last is None
+            self._step = step.step
+            return Fact(step.step, time, _numbers(step, self._throughput), restarts=restarts)
         if kind in ("run", "seam"):
-            self._before = None
+            self._throughput = Throughput()
         numbers = {}
         if kind == "layers":
             named = zip(entry["parameters"], entry["norms"], strict=False)
             numbers = {f"layers/{name}": float(norm) for name, norm in named}
         return Fact(entry.get("step", self._step), time, numbers, *_event(entry))
 
+    @property
+    def usual_pause(self) -> float | None:
+        """Seconds between two of the last steps, None where unknown."""
+        return self._throughput.usual_pause
+
 
 def describe(entry: Entry) -> dict[str, str]:
     """What a run is, from its entry of kind run, by flat names."""
     info = entry.get("info") or {}
+    versions = info.get("versions")
     facts = {
         "policy": entry.get("policy"),
         **{name: value for name, value in info.items() if name != "versions"},
-        **{f"versions.{name}": value for name, value in info.get("versions", {}).items()},
+        **{f"versions.{name}": value for name, value in (versions.items() if isinstance(versions, Mapping) else ())},
         **{f"scale.{name}": value for name, value in (entry.get("scale") or {}).items()},
         **{name: entry.get(name) for name in ("num_elements", "num_ranks", "rank", "session", "host")},
     }
     return {name: str(value) for name, value in facts.items() if value not in (None, "")}
 
 
-def _numbers(step: Step, before: Step | None) -> dict[str, float]:
+def _numbers(step: Step, throughput: Throughput) -> dict[str, float]:
     numbers = {
         "loss": step.loss,
         "grad_norm": step.grad_norm,
@@ -71,12 +79,8 @@ def _numbers(step: Step, before: Step | None) -> dict[str, float]:
         "nonfinite": float(not step.is_finite),
     }
     known = {"nonfinite_share": step.nonfinite_share, "memory_mib": step.memory_mib}
-    numbers |= {name: float(value) for name, value in known.items() if value is not None}
-    # Between steps that follow each other alone: after a hole it would be the time of many.
-    if before is not None and before.step + 1 == step.step and step.time > before.time:
-        seconds = step.time - before.time
-        numbers |= {"seconds": seconds, "count_per_s": step.count / seconds}
-    return numbers
+    known["seconds"], known["count_per_s"] = throughput.add(step.step, step.time, step.count)
+    return numbers | {name: float(value) for name, value in known.items() if value is not None}
 
 
 def _event(entry: Entry) -> tuple[str, str]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import statistics
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -13,8 +12,8 @@ from halfstep.files import write_whole
 from halfstep.watch.entry import Entry
 from halfstep.watch.exporters.fact import Facts
 from halfstep.watch.exporters.package import load
+from halfstep.watch.run_state import STATES
 
-STATES = ("running", "finished", "failed", "stalled", "lost", "empty", "reading")
 _LABELS = {"run": "name", "rank": "rank", "policy": "policy"}
 _GAUGES = {
     "step": ("last_step", "Last optimizer step."),
@@ -44,7 +43,7 @@ def metrics_text(runs: Sequence[Mapping[str, Any]]) -> str:
 
 class _Collector:
     def __init__(self, runs: Sequence[Mapping[str, Any]]) -> None:
-        self._runs = [(run, [str(run.get(key, "")) for key in _LABELS.values()]) for run in runs]
+        self._runs = [(run, [_label(run.get(key)) for key in _LABELS.values()]) for run in runs]
         self._core = load("prometheus_client.core", "prometheus-client")
 
     def collect(self) -> Iterable[Any]:
@@ -59,10 +58,9 @@ class _Collector:
             "halfstep_state", "1 for the state that the run is in.", labels=(*_LABELS, "state")
         )
         for run, labels in self._runs:
-            # An empty label is, to Prometheus, one that is not there.
             for rule, severity, count in run.get("alert_counts", [["", "", run.get("num_alerts")]]):
                 if count is not None:
-                    alerts.add_metric([*labels, rule, severity], count)
+                    alerts.add_metric([*labels, _label(rule), _label(severity)], count)
             for state in STATES:
                 states.add_metric([*labels, state], float(run.get("state") == state))
         yield alerts
@@ -76,6 +74,11 @@ class _Collector:
         return family
 
 
+def _label(value: object) -> str:
+    """Its text, as far as UTF-8 has it; an empty label is, to Prometheus, one that is not there."""
+    return "" if value is None else str(value).encode(errors="replace").decode()
+
+
 class PrometheusFile:
     """Keeps the file at ``path`` up to date for the textfile collector of the node exporter, whole at any time.
 
@@ -86,7 +89,6 @@ class PrometheusFile:
         self._path = path
         self._facts = Facts()
         self._alerts: Counter[tuple[str, str]] = Counter()
-        self._seconds: deque[float] = deque(maxlen=100)
         self._run: dict[str, Any] = {"name": run, "num_skipped": 0, "num_replays": 0}
         self._saved = -math.inf
         write_whole(path, metrics_text([]))
@@ -101,8 +103,6 @@ class PrometheusFile:
             self._run |= {"last_step": fact.step} | {name: numbers[name] for name in ("loss", "grad_norm", "scale")}
             self._run["num_skipped"] += not numbers["applied"]
             self._run["num_replays"] += numbers["num_replays"]
-            if "seconds" in numbers:
-                self._seconds.append(numbers["seconds"])
         elif kind == "alert":
             self._alerts[entry["rule"], entry["severity"]] += 1
         elif kind == "end":
@@ -115,6 +115,6 @@ class PrometheusFile:
 
     def _save(self) -> None:
         self._saved = time.monotonic()
-        seconds = statistics.median(self._seconds) if self._seconds else None
         alerts = [[rule, severity, count] for (rule, severity), count in self._alerts.items()]
-        write_whole(self._path, metrics_text([{**self._run, "seconds": seconds, "alert_counts": alerts}]))
+        run = {**self._run, "seconds": self._facts.usual_pause, "alert_counts": alerts}
+        write_whole(self._path, metrics_text([run]))

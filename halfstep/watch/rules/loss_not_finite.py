@@ -14,9 +14,9 @@ def check(window: Window, limits: Mapping[str, float]) -> Finding | None:
     if math.isfinite(last.loss):
         return None
     number = sum(not math.isfinite(step.loss) for step in window.steps)
+    others = f"; {number} of the last {len(window.steps)} losses were not finite" if len(window.steps) > 1 else ""
     return Finding(
-        f"the loss is {_text(last.loss)} and the gradient norm {_text(last.grad_norm)}; {number} of the last"
-        f" {len(window.steps)} losses were not finite",
+        f"the loss is {_text(last.loss)} and the gradient norm {_text(last.grad_norm)}{others}",
         "Find the operation that made it with Stepper(explain=True) or halfstep trace; no loss scale can mend a loss.",
     )
 

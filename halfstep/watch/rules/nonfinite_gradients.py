@@ -17,7 +17,11 @@ def check(window: Window, limits: Mapping[str, float]) -> Finding | None:
         return None
     faults, scale = window.faults, window.scale
     where = f" in {and_more(faults[-1].modules)}" if faults[-1].modules else ""
-    what = f"{pct:.3g} % of the gradient elements of {SIZE} steps were inf or NaN{where}"
+    if len(faults) == 1:
+        one = faults[0]
+        what = f"{100 * one.share:.3g} % of the gradient elements of step {one.step} were inf or NaN{where}"
+    else:
+        what = f"{pct:.3g} % of the gradient elements of {SIZE} steps were inf or NaN{where}, in {len(faults)} of them"
     first, since = faults[0].step, f" after {window.promoted} went to fp32" if window.promoted else ""
     if any(fault.is_forward for fault in faults):
         return Finding(
@@ -50,6 +54,14 @@ def check(window: Window, limits: Mapping[str, float]) -> Finding | None:
             f"no scale mends it{since}",
             faults[-1].step,
             "error",
+        )
+    if not window.run.can_lower:
+        return Finding(
+            f"{what}, with a finite loss, at a loss scale of {faults[-1].scale:g}; nothing was lowered, since the ranks"
+            " are no replicas under DistributedDataParallel that are all watched",
+            f"{_FIND}; or start with a lower scale.init on every rank.",
+            f"alone{since}",
+            first,
         )
     who = "the guard lowers it once" if window.run.num_ranks == 1 else "the guard lowers it once if every rank asks"
     return Finding(
