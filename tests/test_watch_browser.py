@@ -21,6 +21,7 @@ EVIL = "<img src=x onerror=alert(1)>"
 NUM_STEPS = 4000
 SPIKE = 2503
 NAN_FROM = 260
+WHY = "a long story of a step that never ended, " * 20
 COUNT_DRAWN = """() => {
   window.drawn = 0;
   const { react } = Plotly;
@@ -77,7 +78,15 @@ def runs(tmp_path_factory):
     loss = lambda step: 50.0 if step == SPIKE else 1.0 + 10.0 / step  # noqa: E731
     end = {"kind": "end", "time": 2e9, "state": "finished"}
     Run(folder, "long", NUM_STEPS, alert(SPIKE, f"the loss of step {SPIKE} is 50"), end, loss=loss)
-    Run(folder, "fails", 300, end, loss=lambda step: math.nan if step >= NAN_FROM else 2.0)
+    failed = {**end, "state": "failed", "reason": f"Overflow: {WHY}"}
+    told = [
+        alert(NAN_FROM, "NaN", severity="error"),
+        {**alert(280, "later"), "time": 1e9 + 20},
+        alert(301, WHY, severity="error"),
+    ]
+    reduction = {"kind": "reduction", "time": 1e9, "step": 40, "scale": 8192.0}
+    loss_of_fails = lambda step: math.nan if step >= NAN_FROM else 2e-3 if step > 1 else 1.0  # noqa: E731
+    Run(folder, "fails", 300, *told, reduction, failed, loss=loss_of_fails)
     Run(folder, f"odd/{EVIL}", 20, alert(5, EVIL, f"{EVIL} %{{x}}"), end)
     return folder
 
@@ -166,13 +175,16 @@ def overflow(page):
 
 def test_the_list_names_every_run_with_its_state_and_its_numbers(open_page):
     page = open_page("/")
-    says(page, "h1", "3 runs, 0 running")
+    says(page, "h1", "3 runs: 1 failed")
     row = page.locator("tr[data-run=long]")
     says(page, "tr[data-run=long] td[data-key=last_step]", "4,000")
     says(page, "tr[data-run=long] .state", "✓finished")
     assert row.locator("td[data-key=scale]").text_content() == "2¹⁶"
-    assert row.locator("td[data-key=num_alerts]").text_content() == "1"
+    assert row.locator("td[data-key=num_alerts]").text_content() in ("1", "▲ 1")
     says(page, "tr[data-run=fails] td[data-key=loss]", "NaN")
+    why = page.locator("tr[data-run=fails] .note")
+    assert why.get_attribute("title").endswith(WHY)
+    assert why.evaluate("node => node.scrollHeight > node.clientHeight && node.clientHeight < 50")  # two lines
     page.get_by_role("searchbox").fill("fai")
     until(lambda: page.locator("tbody tr").count() == 1, "the filter leaves one run")
     page.get_by_role("searchbox").fill("nothing like this")
@@ -258,6 +270,92 @@ def test_an_alert_stands_in_the_charts_and_in_the_list_and_a_click_goes_there(op
     says(page, ".place", f"step {SPIKE:,}")
 
 
+def test_the_worst_alert_stands_on_top_with_what_else_there_is_and_a_failed_run_ends_where_it_failed(open_page):
+    page = open_page("/run/fails")
+    drawn(page, "events", "loss")
+    assert text(page, ".alerts.top .what").startswith(f"loss-spike{WHY}")
+    assert text(page, ".alerts.top .more") == "and 1 more error, 1 warning"
+    assert page.locator(".more a").get_attribute("href") == "#alerts"
+    assert text(page, "header [href='#alerts']") == "◆ 2 errors"
+    assert page.locator("[data-fact=alerts] dd").get_attribute("class") == "bad"
+    assert page.locator("dt").all_text_contents()[:3] == ["loss", "gradient norm", "scale"]
+    assert text(page, "[data-fact=loss] dd") == "NaN"
+    says(page, "#alerts", "3 alerts, ")
+    first = page.locator(".list .entry").first
+    assert first.locator(".where").text_content().startswith("■ endstep 301")
+    # Its loss falls by a factor of 500 at once: a linear axis would show nothing else.
+    kind = "() => document.querySelector('[data-chart=loss] .canvas')._fullLayout.yaxis.type"
+    assert page.evaluate(kind) == "log"
+    page.get_by_role("button", name="log axis").click()
+    until(lambda: page.evaluate(kind) == "linear", "the button chooses")
+
+
+def test_a_reduction_of_the_scale_is_an_event(open_page):
+    page = open_page("/")
+    shown = page.evaluate("""async () => {
+      const { Alerts } = await import("/static/alerts.js");
+      const alerts = new Alerts(null, document.body);
+      const placed = alerts.show([], [{ kind: "reduction", step: 7, scale: 8192, time: 1 }], false);
+      return [placed.map(({ look, step }) => [look, step]), alerts.title.textContent, alerts.list.textContent];
+    }""")
+    assert shown[:2] == [[["reduction", 7]], "No alerts, 1 event"]
+    assert "The guard lowered the loss scale to 2¹³." in shown[2]
+
+
+def test_what_never_was_is_asked_for_seldom(open_page):
+    page = open_page("/", expects=["404"])
+    page.clock.install()
+    asked = []
+    page.on("request", lambda request: asked.append(request) if "none" in request.url else None)
+    page.evaluate("""async () => {
+      const { ask } = await import("/static/ask.js");
+      await new Promise((told) => ask(() => ({ none: "/run/none.json" }), null, () => (told(), true)));
+    }""")
+    page.clock.run_for(9500)
+    assert len(asked) == 1
+    page.clock.run_for(1000)
+    until(lambda: page.title() and len(asked) == 2, "it is asked for again")
+
+
+def test_an_axis_that_is_chosen_stays(open_page):
+    page = open_page("/")
+    pressed = page.evaluate("""async () => {
+      const { Strip } = await import("/static/strip.js");
+      const strip = new Strip({ range: [0, 1], cursor: null }, { name: "loss", title: "Loss", canBeLog: true });
+      strip.lines = [{ steps: [1, 2, 3], values: [1, 1, 100], marks: [] }];
+      const button = strip.node.querySelector("button");
+      const pressed = [button.ariaPressed];
+      for (const press of [() => {}, () => button.click(), () => {}]) {
+        press();
+        strip.suit(3);
+        pressed.push(button.ariaPressed);
+      }
+      return pressed;
+    }""")
+    assert pressed == ["false", "true", "false", "false"]
+
+
+def test_lines_know_their_axis_their_words_and_their_band(open_page):
+    page = open_page("/")
+    one = """async ([name, parts]) => (await import("/static/line.js"))[name](...parts)"""
+    call = lambda name, *parts: page.evaluate(one, [name, parts])  # noqa: E731
+    line = lambda *values, bad=(): {  # noqa: E731
+        "steps": list(range(1, len(values) + 1)), "values": values, "marks": [[9, value] for value in bad]
+    }  # fmt: skip
+    assert call("isSpiky", [line(1, 1, 1, 51)])
+    assert not call("isSpiky", [line(1, 1, 1, 50)])
+    assert not call("isSpiky", [line(0, 1, 1, 51)])
+    assert not call("isSpiky", [line()])
+    assert call("nonfiniteText", line(bad=[math.nan] * 2), 2, "loss") == "every loss is NaN"
+    assert call("nonfiniteText", line(bad=[math.nan, math.inf]), 2, "loss") == "no loss is finite"
+    assert call("nonfiniteText", line(bad=[math.nan]), 2, "loss") == "no loss is finite"  # of the other nobody knows
+    assert call("nonfiniteText", line(1.0, bad=[math.nan]), 2, "loss") == ""
+    band = call("bandOf", {"steps": [100, 200, 500], "low": [1, 2, 3], "high": [4, 5, 6]})
+    assert band["steps"] == [0, 100, 100, 200, None, 400, 500]
+    assert band["low"] == [1, 1, 2, 2, None, 3, 3]
+    assert band["high"] == [4, 4, 5, 5, None, 6, 6]
+
+
 def test_losses_that_are_not_finite_are_marks_at_the_top_edge_and_the_scheme_changes_all_colours(open_page):
     page = open_page("/run/fails")
     page.emulate_media(color_scheme="light")
@@ -272,7 +370,7 @@ def test_losses_that_are_not_finite_are_marks_at_the_top_edge_and_the_scheme_cha
 
     look = (
         "() => [getComputedStyle(document.body).backgroundColor,"
-        " document.querySelector('[data-chart=loss] .canvas').data[0].line.color]"
+        " document.querySelector('[data-chart=loss] .canvas').data.find(one => one.yaxis !== 'y2').line.color]"
     )
     assert page.evaluate(look) == ["rgb(251, 251, 250)", "#1f6fb8"]
     page.emulate_media(color_scheme="dark")
@@ -306,7 +404,24 @@ def test_a_live_step_arrives_a_zoom_stays_and_a_deleted_run_is_told(open_page, t
         says(page, "header .note.bad", "the last that was seen")
         assert range_of(page, "loss") == zoomed
         page.goto(f"{address}/")
-        says(page, "h1", "1 run,")
+        says(page, "h1", "1 run: 1 stalled")
+        page.close()
+
+
+def test_a_run_that_never_was_and_one_without_a_finite_loss(open_page, tmp_path):
+    Run(tmp_path, "bad", 30, loss=lambda step: math.inf)
+    with serving(tmp_path) as address:
+        page = open_page("/run/late", address, expects=["404"])
+        says(page, ".state", "no such run")
+        assert "there is no such run" in text(page, "header .note")
+        assert page.locator("p > a[href='/']", has_text="See all runs").is_visible()
+        assert page.locator(".strips").count() == 0
+        page.goto(f"{address}/run/bad")
+        says(page, "[data-chart=loss] .values", "no loss is finite")
+        drawn(page, "grad_norm")
+        assert page.locator("[data-chart=loss]").bounding_box()["height"] < 70
+        assert not page.locator("[data-chart=loss] .plot").is_visible()
+        assert text(page, "[data-chart=steps_per_s] .values") == text(page, "[data-fact=speed] dd") == "20"
         page.close()
 
 
@@ -324,6 +439,8 @@ def test_runs_are_compared_in_one_chart_and_one_that_is_deleted_leaves(open_page
         until(lambda: values.all_text_contents() == ["1", "2", "3"], "the legend has the last losses")
         names = "() => document.querySelector('[data-chart=loss] .canvas').data.map(one => one.y[0])"
         until(lambda: page.evaluate(names) == [1, 2, 3], "three curves")
+        drawn(page, "steps_per_s")
+        assert not page.locator("[data-chart=count_per_s]").is_visible()  # it is steps a second
         drag(page, "loss", 0.2, 0.6)
         until(lambda: range_of(page, "grad_norm")[1] < 40, "all charts zoom")
         shutil.rmtree(folders[1])
@@ -334,15 +451,24 @@ def test_runs_are_compared_in_one_chart_and_one_that_is_deleted_leaves(open_page
         page.close()
 
 
-def test_a_server_that_is_gone_is_told_until_it_is_back(open_page):
+def test_a_server_that_is_gone_or_refuses_is_told_until_it_is_back(open_page):
     page = open_page("/run/fails", expects=["Failed to load resource"])
     drawn(page, "loss")
-    page.route("**/*.json*", lambda route: route.abort())
-    says(page, "#news", "no answer from halfstep watch, trying again")
-    page.unroute("**/*.json*")
-    until(lambda: text(page, "#news") == "", "the line goes")
-    page.route("**/*.json*", lambda route: route.fulfill(status=401, json={"error": "no token"}))
-    says(page, "#news", "This page needs its token")
+
+    def told(line, handler):
+        page.unroute("**/*.json*")
+        page.route("**/*.json*", handler)
+        page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")  # asks at once
+        until(lambda: text(page, "#news") == line, line)
+
+    def refusal(status, error):
+        return lambda route: route.fulfill(status=status, json={"error": error})
+
+    told("no answer from halfstep watch, trying again", lambda route: route.abort())
+    told("", lambda route: route.continue_())
+    told("wrong name", refusal(421, "wrong name"))
+    told("busy", refusal(503, "busy"))
+    told("This page needs its token: open the whole address that halfstep watch printed.", refusal(401, "no token"))
 
 
 def test_nothing_is_drawn_or_sent_again_while_nothing_changes(open_page):

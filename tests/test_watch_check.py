@@ -102,7 +102,10 @@ def test_a_replay_says_what_the_guard_said_live(tmp_path):
     guard = Guard(RunStart.from_entry(entries[0]))
     live = [alert for entry in entries for alert in guard.see(entry)]
     assert {alert.rule for alert in live} == {"loss-spike", "loss-not-finite"}
-    assert list(check(write(tmp_path, *entries)).alerts) == sorted(live, key=lambda alert: alert.step)
+    replaced = [alert for alert in live if alert.step == 390]
+    assert replaced
+    counts = [alert for alert in live if alert not in replaced]
+    assert list(check(write(tmp_path, *entries)).alerts) == sorted(counts, key=lambda alert: alert.step)
 
 
 def test_after_a_seam_later_steps_of_before_do_not_count(tmp_path):
@@ -111,7 +114,7 @@ def test_after_a_seam_later_steps_of_before_do_not_count(tmp_path):
         write(tmp_path, run("a"), *steps(1, 320, {310: 9.0}), run("b"), seam, *steps(251, 500, start=9e3), END)
     )
     assert (report.num_steps, report.num_sessions) == (500, 2)
-    assert told(report) == [(0, 310, "loss-spike")]  # it was told; and the pause until the resume was none
+    assert told(report) == []  # step 310 was made again; and the pause until the resume was none
 
 
 def test_a_seam_with_nothing_after_it_takes_back_what_was(tmp_path):
@@ -203,6 +206,17 @@ def test_a_run_that_goes_on_is_not_stalled_and_one_that_is_silent_is(tmp_path):
     assert silent.state == "stalled"
     assert told(check(write(tmp_path / "done", here, *steps(1, 50, start=now - 500), END))) == []
     assert told(check(tmp_path / "old", Watch(rules={"stalled": False}))) == []
+
+
+def test_the_limits_of_the_settings_tell_whether_a_run_is_stalled(tmp_path):
+    now = time.time()
+    here = run(host=platform.node(), pid=os.getpid(), at=now - 900)
+    write(tmp_path, here, *steps(1, 50, start=now - 500))
+    report = check(tmp_path, Watch(rules={"stalled": {"seconds": 800.0}}))
+    assert (report.state, told(report)) == ("running", [])
+    report = check(tmp_path, Watch(rules={"stalled": {"seconds": 300.0}}))
+    assert (report.state, report.why) == ("stalled", "no entry for more than 300 s")
+    assert check(tmp_path, Watch(rules={"stalled": True})).state == "stalled"
 
 
 def test_a_process_that_is_gone_is_an_error_at_once(tmp_path):

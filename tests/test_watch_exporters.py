@@ -12,8 +12,9 @@ from halfstep.report import json_number
 from halfstep.watch.entry import RunStart, Step
 from halfstep.watch.export import export
 from halfstep.watch.exporters import exporter_of, mlflow
-from halfstep.watch.exporters.fact import Facts
+from halfstep.watch.exporters.fact import Facts, describe
 from halfstep.watch.exporters.prometheus import PrometheusFile, metrics_text
+from halfstep.watch.run_state import STATES
 from halfstep.watch.session import Session
 from halfstep.watch.settings import Watch
 
@@ -218,7 +219,7 @@ def test_wandb_reads_every_step_of_a_run_that_resumed(tmp_path, monkeypatch):
     losses = [(row["step"], row["loss"]) for row in rows if "loss" in row]
     assert losses == [(1, 2), (2, "NaN"), (3, "Infinity"), (4, 9), (4, "-Infinity"), (5, 1.5)]
     assert [row["nonfinite"] for row in rows if "loss" in row] == [0, 1, 1, 0, 1, 0]
-    assert [row["seconds"] for row in rows if "seconds" in row] == [0.25, 0.25, 3.25, 0.25]
+    assert [row["seconds"] for row in rows if "seconds" in row] == [0.25, 0.25, 1.25, 0.25]
     (layers,) = [row for row in rows if "layers/a.bias" in row]
     assert (layers["step"], layers["layers/a.weight"], layers["layers/a.bias"]) == (5, 3.5, "Infinity")
     alerts = [(row["step"], row["num_alerts"], row["alert"].split(":")[0]) for row in rows if "alert" in row]
@@ -348,11 +349,12 @@ def test_prometheus_file_is_whole_from_the_start_to_the_end(tmp_path):
         exporter.write(entry)
     # It is written at once at an alert.
     assert value(file.read_text(), "halfstep_step") == 3
+    assert value(file.read_text(), "halfstep_seconds_per_step") == 0.25
     assert value(file.read_text(), "halfstep_state", state="running") == 1
     write(exporter, entries[5:])
     text = file.read_text()
     assert value(text, "halfstep_loss", run="mine", rank="0", policy="fp16") == 1.5
-    assert value(text, "halfstep_seconds_per_step") == 0.25
+    assert "halfstep_seconds_per_step{" not in text  # one pause since the seam tells none
     assert value(text, "halfstep_skipped_steps_total") == 3
     assert value(text, "halfstep_replays_total") == 10
     assert value(text, "halfstep_alerts_total", rule="loss-spike", severity="error") == 1
@@ -363,12 +365,28 @@ def test_prometheus_file_is_whole_from_the_start_to_the_end(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["mine.prom"]
 
 
+def test_prometheus_has_the_runs_whose_texts_are_no_utf_8(tmp_path):
+    odd = {"name": "a\udcff", "policy": "fp\ud800", "rank": None, "alert_counts": [["r\ud800", "e\udfff", 2]]}
+    text = metrics_text([{"name": "good", "loss": 1.0}, {**odd, "loss": 2.0}])
+    assert value(text, "halfstep_loss", run="good") == 1.0
+    assert value(text, "halfstep_loss", run="a?", policy="fp?", rank="") == 2.0
+    assert value(text, "halfstep_alerts_total", rule="r?", severity="e?") == 2
+    write(PrometheusFile(str(tmp_path / "a.prom"), "mine"), [{"kind": "run", "time": START, "policy": "\ud800"}])
+    assert value((tmp_path / "a.prom").read_text(), "halfstep_state", policy="?", state="running") == 1
+
+
+def test_prometheus_has_every_state():
+    states = [s for s in samples(metrics_text([{"name": "a", "state": "reading"}])) if s.name == "halfstep_state"]
+    assert {s.labels["state"]: s.value for s in states} == dict.fromkeys(STATES, 0.0) | {"reading": 1.0}
+
+
 def test_prometheus_file_of_a_log_on_its_way_has_the_last_step_and_the_median_pause(tmp_path):
-    paused = [Step(n, START + time, NAN, 1.0).to_entry() for n, time in enumerate([0.0, 2.0, 2.5, 3.5], 1)]
+    times = [0.1 * (n // 10) * 10 + 0.001 * (n % 10) for n in range(45)]  # a GPU's: the host waits at every tenth step
+    paused = [Step(n, START + time, NAN, 1.0).to_entry() for n, time in enumerate(times, 1)]
     write(PrometheusFile(str(tmp_path / "a.prom"), "mine"), paused)
     text = (tmp_path / "a.prom").read_text()
     assert math.isnan(value(text, "halfstep_loss"))
-    assert value(text, "halfstep_seconds_per_step") == 1.0
+    assert value(text, "halfstep_seconds_per_step") == pytest.approx(0.1)
 
 
 # All of them.
@@ -378,8 +396,13 @@ def test_time_between_steps_is_told_only_where_they_follow_each_other():
     facts = Facts()
     given = [(1, 0.0), (2, 0.5), (4, 1.5), (5, 1.5), (6, 1.25), (7, 2.25)]
     told = [facts.of(Step(n, START + time, 1.0, 1.0, count=3.0).to_entry()).numbers for n, time in given]
-    assert [numbers.get("seconds") for numbers in told] == [None, 0.5, None, None, None, 1.0]
+    assert [numbers.get("seconds") for numbers in told] == [None, 0.5, None, 0.0, None, 1.0]
     assert [numbers.get("count_per_s") for numbers in told] == [None, 6.0, None, None, None, 3.0]
+
+
+@pytest.mark.parametrize("versions", [None, "2.13", ["torch"], 3])
+def test_versions_that_are_no_table_are_left_out(versions):
+    assert describe({"kind": "run", "info": {"device": "T4", "versions": versions}}) == {"device": "T4"}
 
 
 @pytest.mark.parametrize("kind", ["run", "seam"])

@@ -49,8 +49,12 @@ def open_log(tmp_path):
     yield make
     for one in made:
         one.close()
-    for part in [part for one in made for part in (one, *one._feeds)]:
-        part._thread.join(PATIENCE_S)
+    for one in made:  # whatever state a test that fails has left them in
+        one._thread.join(PATIENCE_S)
+        one._file.close()
+        for each in one._feeds:
+            each.end()
+            each._thread.join(PATIENCE_S)
 
 
 @pytest.fixture
@@ -450,7 +454,8 @@ def test_the_end_does_not_wait_for_a_write_that_hangs(open_log, monkeypatch, may
         return real(file, data)
 
     monkeypatch.setattr(appender.os, "write", hang)
-    one = open_log()
+    exporter = Collector()
+    one = open_log(exporters=[exporter])
     one.put(step(1))
     assert hangs.wait(PATIENCE_S)
     one.close(timeout_s=0.02)
@@ -461,6 +466,8 @@ def test_the_end_does_not_wait_for_a_write_that_hangs(open_log, monkeypatch, may
     may_go.set()
     one._thread.join(PATIENCE_S)
     assert steps_in(open_log.path) == [1]
+    assert one._feeds[0].join(PATIENCE_S)
+    assert (len(exporter.entries), exporter.is_closed, len(open_log.lost)) == (1, 1, 1)
 
 
 # A file that is taken away.
@@ -753,6 +760,20 @@ def test_a_slow_exporter_misses_the_oldest_entries_and_the_number_is_told(open_l
     assert [line.partition("jsonl: ")[2] for line in open_log.lost[1:]] == [
         "exporter Hanging was too slow: it has missed 15 lines of the log"
     ]
+
+
+def test_nothing_waits_for_an_exporter_that_has_failed(open_log, monkeypatch):
+    monkeypatch.setattr(feed, "MOST_WAITING", 5)
+    bad = Collector(fails_at=0)
+    one = open_log(exporters=[bad])
+    one.put(step(1))
+    until(lambda: bad.is_closed)
+    for number in range(2, 22):
+        one.put(step(number))
+    until(lambda: 21 in steps_in(open_log.path))
+    one.close()
+    assert one._feeds[0]._queue.qsize() == 1, "the end"
+    assert len(open_log.lost) == 1
 
 
 def test_an_exporter_whose_end_fails_is_told(open_log):

@@ -19,7 +19,7 @@ import pytest
 
 from halfstep.errors import HalfstepError
 from halfstep.events import Alert
-from halfstep.watch import notify
+from halfstep.watch import notify, targets
 from halfstep.watch.notify import Notifier, send_test
 from halfstep.watch.targets import target_of
 
@@ -27,8 +27,8 @@ ALERT = Alert("loss-spike", 1200, "warning", "the loss is <9.3> & 7 spreads abov
 SECRET = "hunter2-Zm9v"
 
 
-def alert(rule="loss-spike", step=1200):
-    return Alert(rule, step, "warning", "it went up", "Look at it.")
+def alert(rule="loss-spike", step=1200, severity="warning"):
+    return Alert(rule, step, severity, "it went up", "Look at it.")
 
 
 class Server:
@@ -263,6 +263,18 @@ def test_a_rule_speaks_once_in_ten_minutes(server):
     ]
 
 
+def test_what_gets_worse_is_told_at_once(server):
+    now = [0.0]
+    with notifier(f"webhook:{server.url}", clock=lambda: now[0]) as made:
+        for second, severity in enumerate(("warning", "error", "warning", "error")):
+            now[0] = float(second)
+            made.put(alert("a", second, severity))
+        now[0] = 601.0
+        made.put(alert("a", 601, "error"))
+    told = [(body["step"], body["severity"], body["held_back"]) for body in server.bodies()]
+    assert told == [(0, "warning", {}), (1, "error", {}), (601, "error", {"a": 2})]
+
+
 def test_a_target_hears_at_most_twenty_in_an_hour_and_the_rest_at_the_end(server):
     now = [0.0]
     with notifier(f"webhook:{server.url}", clock=lambda: now[0]) as made:
@@ -382,6 +394,49 @@ def test_a_fault_of_a_library_does_not_end_the_thread(server, caplog):
         made.put(alert("b"))
     assert caplog.messages == ["target bad: an alert did not arrive: KeyError"]
     assert server.bodies()[0]["held_back"] == {"a": 1}
+
+
+@pytest.mark.parametrize("fault", [UnicodeError(SECRET), KeyError(SECRET)])
+def test_a_fault_of_a_library_is_in_the_report_of_a_test_message(server, monkeypatch, fault):
+    def fail(*_):
+        raise fault
+
+    def of(text):
+        return types.SimpleNamespace(name="bad", send=fail) if text == "bad" else target_of(text)
+
+    monkeypatch.setattr(notify, "target_of", of)
+    report = send_test(["bad", f"webhook:{server.url}"])
+    assert report.faults == [("bad", type(fault).__name__), ("webhook 127.0.0.1", None)]
+
+
+def test_a_host_that_no_name_server_can_know_is_a_line_of_the_report(monkeypatch):
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    ((_, why),) = send_test([f"webhook:http://{'a' * 70}.invalid/"]).faults
+    assert "Unicode" in why
+
+
+def test_a_command_that_cannot_be_killed_is_not_waited_for(monkeypatch):
+    started = []
+
+    class Popen(subprocess.Popen):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            started.append(self)
+
+    def refuse(pid, signal):
+        raise PermissionError
+
+    target = target_of(f"command:{sys.executable} -S -c 'import time; time.sleep(10)'")
+    with monkeypatch.context() as patch:
+        patch.setattr(targets.subprocess, "Popen", Popen)
+        patch.setattr(targets.os, "killpg", refuse)
+        with pytest.raises(targets.NotSentError, match="did not end in time"):
+            target.send(notify.message_of(ALERT, "r", {}), 0.1)
+    (process,) = started
+    assert process.poll() is None  # nobody has waited until it ended
+    process.kill()
+    process.wait()
 
 
 def test_a_command_that_hangs_is_ended(tmp_path):

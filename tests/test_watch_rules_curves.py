@@ -2,6 +2,7 @@
 
 import math
 import random
+from itertools import pairwise
 from statistics import median
 
 import pytest
@@ -323,7 +324,7 @@ def test_pauses_that_a_healthy_run_has_are_no_drop(extra):
 def test_a_run_that_gets_slower_and_stays_so_is_found():
     findings = found("throughput-drop", [1.0] * 3000, pauses=pauses_of(lambda step: 0.08 * (step > 1000)))
     assert min(findings) == 1200
-    assert "1.78 times the usual 0.0996 s; 180.4 a second instead of 321.4" in findings[1200].message
+    assert "1.8 times the usual 0.101 s; 177.1 a second instead of 318.1" in findings[1200].message
     assert not found("throughput-drop", [1.0] * 3000, pauses=pauses_of(lambda step: 0.08 * (step > 1000)), factor=2.0)
 
 
@@ -371,12 +372,67 @@ def test_a_run_is_stalled_after_twenty_pauses_and_a_minute(pause, limit, length)
     assert stalled.longest_pause(pause) == limit
 
 
-def test_the_first_step_alone_tells_no_pause():
+@pytest.mark.parametrize("num_steps", [1, 2])
+def test_until_two_pauses_are_known_ten_minutes_are_no_silence(num_steps):
     window = Window(RUN)
-    window.add(Step(1, 1.0, 1.0, 1.0))
-    assert silent(window, 60.0) is None
-    assert silent(window, 61.0).message == "no step for 61 s after step 1"
-    assert stalled.longest_pause(None) == 60.0
+    for number in range(1, num_steps + 1):
+        window.add(Step(number, number * 90.0, 1.0, 1.0))
+    assert silent(window, 600.0) is None
+    assert silent(window, 601.0).message == f"no step for 601 s after step {num_steps}"
+    assert stalled.longest_pause(None) == 600.0
+    assert stalled.longest_pause(None, {"factor": 20.0, "seconds": 900.0}) == 900.0
+    window.add(Step(num_steps + 1, 600.0 + num_steps * 90.0, 1.0, 1.0))
+    assert all_rules()["stalled"].check(window, stalled.LIMITS) is None
+
+
+def test_the_limits_of_the_settings_are_those_of_a_silence():
+    window, rule = Window(RUN), all_rules()["stalled"]
+    for number in range(1, 51):
+        window.add(Step(number, float(number), 1.0, 1.0))
+    window.now = window.last.time + 70.0
+    assert rule.check(window, {"factor": 20.0, "seconds": 65.0}) is not None
+    assert rule.check(window, {"factor": 75.0, "seconds": 65.0}) is None
+    assert rule.check(window, {"factor": 20.0, "seconds": 75.0}) is None
+
+
+def test_a_late_step_is_judged_by_the_pauses_before_it():
+    window = Window(RUN)
+    for time in (1.0, 2.0, 3.0, 65.0):
+        window.add(Step(len(window.steps) + 1, time, 1.0, 1.0))
+    finding = all_rules()["stalled"].check(window, stalled.LIMITS)
+    assert finding.message == "no step for 62 s after step 3, where 1 s is usual"
+
+
+def bursts(num_steps, step_s=1.0, enqueue_s=0.01):
+    """Times of a host that runs ahead of its GPU, and waits for it at every tenth step."""
+    time, times = 0.0, []
+    for number in range(1, num_steps + 1):
+        time = max(time + enqueue_s, number * step_s if number % 10 == 0 else 0.0)
+        times.append(time)
+    return times
+
+
+@pytest.mark.parametrize("num_steps", [50, 57, 101, 250])
+def test_the_usual_pause_is_that_of_the_gpu(num_steps):
+    window = Window(RUN)
+    for number, time in enumerate(bursts(num_steps, 10.0), 1):
+        window.add(Step(number, time, 1.0, 1.0))
+    assert stalled.usual_pause([step.time for step in window.steps]) == pytest.approx(10.0)
+    assert silent(window, 199.0) is None
+    assert "where 10 s is usual" in silent(window, 202.0).message
+
+
+def test_a_clock_that_is_no_number_tells_no_pause():
+    assert stalled.usual_pause([1.0, 2.0, math.nan]) is None
+    assert stalled.usual_pause([1.0, math.inf, 3.0, math.inf]) is None
+
+
+def test_a_host_that_waits_for_its_gpu_at_every_tenth_step_is_as_fast_as_the_gpu():
+    times = bursts(1000, 0.1) + [100.0 + time for time in bursts(2000, 0.16)]
+    pauses = [late - early for early, late in pairwise([0.0, *times])]
+    findings = found("throughput-drop", [1.0] * 3000, pauses=pauses)
+    assert min(findings) == 1200
+    assert "takes 0.16 s, 1.6 times the usual 0.1 s; 200 a second instead of 320" in findings[1200].message
 
 
 def test_a_silence_is_told_once_whether_a_clock_or_the_next_step_shows_it():

@@ -7,6 +7,7 @@ import os
 import pytest
 
 from halfstep.errors import HalfstepError
+from halfstep.watch import runs as runs_module
 from halfstep.watch.runs import Runs
 
 
@@ -51,6 +52,27 @@ def test_a_run_that_comes_and_goes(tmp_path):
     assert found.names() == []
     with pytest.raises(HalfstepError, match="run 'new': there is no such run, or not any more"):
         found.folder_of("new")
+
+
+def test_many_folders_are_looked_through_every_two_seconds(tmp_path, monkeypatch):
+    monkeypatch.setattr(runs_module, "_MANY", 4)
+    now = [100.0]
+    monkeypatch.setattr(runs_module.time, "monotonic", lambda: now[0])
+    found = Runs(tmp_path)
+    make(tmp_path / "a")
+    assert found.names() == ["a"]
+    make(tmp_path / "b")
+    assert found.names() == ["a", "b"]
+    for name in ("1", "2", "3"):
+        (tmp_path / name).mkdir()
+    names = found.names()
+    assert names == ["a", "b"]
+    names.clear()  # what one has is no other's
+    make(tmp_path / "c")
+    now[0] += 1.9
+    assert found.names() == ["a", "b"]
+    now[0] += 0.2
+    assert found.names() == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize(

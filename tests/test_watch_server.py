@@ -401,7 +401,7 @@ def test_a_long_run_waits_and_the_others_do_not(client, runs, monkeypatch):
         assert busy.status == 503
         assert "plain" in busy.json()["error"]
         listed = {run["name"]: run for run in client.get("/runs.json").json()["runs"]}
-        assert (listed["plain"]["state"], listed["exp/deep"]["last_step"]) == ("empty", 5)
+        assert (listed["plain"]["state"], listed["exp/deep"]["last_step"]) == ("reading", 5)
         assert client.get("/runs.json").json()["is_complete"] is False
         assert "too many" in listed["plain"]["why"]
         goes_on.set()

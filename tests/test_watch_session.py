@@ -152,7 +152,7 @@ def test_an_alert_of_the_clock_during_the_start_comes_after_the_runs_line(open_s
 
     monkeypatch.setattr(session, "Log", Early)
     one = open_session()
-    one._log.asking.join()
+    one._log.asking.join(20)
     one.close()
     raw = [json.loads(line)["kind"] for line in file_of(tmp_path / "run", 0).read_text().splitlines()]
     assert raw == ["run", "alert", "end"]
@@ -239,9 +239,9 @@ def test_the_scale_is_lowered_while_the_guard_asks_for_it_and_the_session_lives(
 
 
 @pytest.mark.usefixtures("stand_in")
-@pytest.mark.parametrize("log", [True, False])
-def test_a_guard_that_has_failed_lowers_no_scale(open_session, tmp_path, monkeypatch, caplog, log):
-    one = open_session(log=tmp_path / "run" if log else None)
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_guard_that_has_failed_lowers_no_scale(open_session, tmp_path, monkeypatch, keeps):
+    one = open_session(log=tmp_path / "run" if keeps else None)
     assert one.lowers_scale
 
     def fail(*_):

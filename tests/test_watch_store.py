@@ -15,6 +15,7 @@ import threading
 import time
 from collections import defaultdict
 from contextlib import closing
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from halfstep.watch import index, layers, metrics, pyramid, run_state
 from halfstep.watch.entry import RunStart, Step
 from halfstep.watch.metrics import METRICS, STEPS
 from halfstep.watch.store import Store
+from halfstep.watch.window import pauses
 
 ALERT = {"rule": "loss-spike", "severity": "error", "message": "a spike", "action": "Look.", "rank": 0}
 
@@ -92,7 +94,8 @@ class Plain:
 
     def __init__(self, folder):
         self.steps, self.entries, self.layers = {}, [], {}
-        before, opened, has_stepped = None, 0, True
+        self.row = []  # number, time and count of the steps that followed one another
+        opened, has_stepped = 0, True
         lines = (folder / "rank-00000.jsonl").read_text(encoding="utf-8").splitlines()
         for place, line in enumerate(lines):
             try:
@@ -101,26 +104,34 @@ class Plain:
                 continue
             kind, number = entry["kind"], entry.get("step")
             if kind == "run":
-                opened, has_stepped, before = place, False, None
+                opened, has_stepped, self.row = place, False, []
             elif kind == "seam":
                 self.forget(number, place)
-                before = None
+                self.row = []
             elif kind == "step":
                 if self.steps and number <= max(self.steps):
                     self.forget(number - 1, place if has_stepped else opened)
-                    before = None
+                    self.row = []
                 has_stepped = True
-                pause = None
-                if before and before[0] == number - 1 and entry["time"] >= before[1]:
-                    pause = entry["time"] - before[1]
-                before = number, entry["time"]
-                entry["seconds"] = pause
-                entry["count_per_s"] = entry.get("count", 1.0) / pause if pause else None
+                if self.row and (number != self.row[-1][0] + 1 or entry["time"] < self.row[-1][1]):
+                    self.row = []
+                self.row.append((number, entry["time"], entry.get("count", 1.0)))
+                entry["seconds"], entry["count_per_s"] = self.pace()
                 self.steps[number] = {"scale": 1.0, "memory_mib": None, **entry}
             elif kind == "layers":
                 self.layers[number] = dict(zip(entry["parameters"], map(float, entry["norms"]), strict=True))
             if kind in ("seam", "alert"):
                 self.entries.append((place, entry))
+
+    def pace(self):
+        """Seconds a step and what was done a second, over ten steps, or over one that took longer than twice ten."""
+        before, last = self.row[-12:-1], self.row[-1]
+        if not before:
+            return None, None
+        is_real = len(before) == 11 and last[1] - before[-1][1] > 2 * (before[-1][1] - before[0][1])
+        span = [before[-1], last] if is_real else [*before[-10:], last]
+        took = span[-1][1] - span[0][1]
+        return took / (len(span) - 1), sum(count for _, _, count in span[1:]) / took if took else None
 
     def forget(self, after, place):
         self.steps = {number: entry for number, entry in self.steps.items() if number <= after}
@@ -230,8 +241,8 @@ def test_says_what_a_plain_reading_says(tmp_path, monkeypatch, open_store, seed,
     assert summary["num_skipped"] == sum(entry.get("applied") is False for entry in plain.steps.values())
     assert summary["num_replays"] == sum(entry.get("num_replays", 0) for entry in plain.steps.values())
     assert summary["loss"] == plain.steps[max(plain.steps)]["loss"]
-    pauses = [plain.steps[number]["seconds"] for number in sorted(plain.steps)[-100:]]
-    assert summary["seconds"] == statistics.median(pause for pause in pauses if pause is not None)
+    times = [time for _, time, _ in plain.row[-100:]]
+    assert summary["seconds"] == (statistics.median(pauses(times)) if len(times) > 2 else None)
     assert store.entries(["alert", "seam"]) == [entry for _, entry in plain.entries]
     assert summary["num_alerts"] == sum(entry["kind"] == "alert" for _, entry in plain.entries)
 
@@ -373,6 +384,38 @@ def test_the_pause_over_a_seam_is_none_of_the_run(tmp_path, open_store):
         "values": [1.0, 1.0],
         "nonfinite": [],
     }
+
+
+def bursts(num_steps, step_s=0.1):
+    """Times of a host that runs ahead of its GPU, and waits for it at every tenth step."""
+    return [1000.0 + (n // 10 * 10 * step_s + 0.001 * (n % 10)) for n in range(num_steps)]
+
+
+def test_a_host_that_waits_for_its_gpu_is_shown_as_fast_as_the_gpu(tmp_path, open_store):
+    entries = [step(n, time=time, count=32.0 * (1 + n % 2)) for n, time in enumerate(bursts(300), 1)]
+    store = open_store(write(tmp_path / "run", [run(), *entries]))
+    assert store.summary()["seconds"] == pytest.approx(0.1)
+    series = store.series(["seconds", "count_per_s"], 11, None, 1000)
+    assert series["seconds"]["values"] == pytest.approx([0.1] * 290)
+    assert series["count_per_s"]["values"] == pytest.approx([480.0] * 290)
+
+
+def test_the_usual_pause_is_that_of_the_last_hundred_steps(tmp_path, open_store):
+    times = list(accumulate([0.3] * 300 + [0.1] * 60 + [0.3] * 40))
+    store = open_store(write(tmp_path / "run", [run(), *(step(n, time=time) for n, time in enumerate(times, 1))]))
+    assert store.summary()["seconds"] == pytest.approx(0.1)
+
+
+def test_a_pause_that_is_no_wait_for_a_gpu_stands_alone(tmp_path, open_store):
+    times = bursts(100)
+    times[50:] = [time + 60.0 for time in times[50:]]  # step 51 comes a minute late
+    times[80:] = [time + 1.0 for time in times[80:]]  # and step 81 a second, the time of ten steps
+    store = open_store(write(tmp_path / "run", [run(), *(step(n, time=time) for n, time in enumerate(times, 1))]))
+    seconds = dict(enumerate(store.series(["seconds"], None, None, 1000)["seconds"]["values"], 2))
+    expected = [0.1] * 40 + [60.991] + [6.1] * 9 + [0.1] * 20 + [0.2] * 10 + [0.1] * 10
+    assert [seconds[n] for n in range(11, 101)] == pytest.approx(expected)
+    assert max(store.series(["seconds"], None, None, 10)["seconds"]["values"]) == seconds[51]
+    assert store.summary()["seconds"] == pytest.approx(0.1)
 
 
 def test_numbers_of_all_kinds(tmp_path, open_store):
@@ -543,7 +586,7 @@ def test_an_index_that_lacks_something_is_made_anew(tmp_path, open_store, statem
 def test_an_index_of_another_version_is_made_anew(tmp_path, monkeypatch, open_store):
     folder = small(tmp_path)
     version = open_store(folder).version
-    monkeypatch.setattr(index, "VERSION", 2)
+    monkeypatch.setattr(index, "VERSION", index.VERSION + 1)
     store = open_store(folder, takes_all=False)
     assert store.summary()["num_steps"] == 0
     assert store.update(60)
@@ -667,6 +710,34 @@ def test_a_log_that_is_no_file_is_not_opened(tmp_path, kind):
     assert not (folder / ".index-00000.sqlite").exists()
 
 
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_a_log_that_is_swapped_while_it_is_looked_at_is_not_followed(tmp_path, monkeypatch, open_store, kind):
+    folder = small(tmp_path)
+    store, log = open_store(folder), folder / "rank-00000.jsonl"
+    os.rename(log, tmp_path / "log")
+    if kind == "link":
+        log.symlink_to(tmp_path / "log")
+    else:
+        os.mkfifo(log)
+    monkeypatch.setattr(store, "_stamp", lambda: (0, 0, 0, 0))  # as if it had been a file until now
+    faults = []
+
+    def look():
+        try:
+            store.update(60)
+        except HalfstepError as error:
+            faults.append(str(error))
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    thread.join(5)
+    if is_held := thread.is_alive():
+        os.close(os.open(log, os.O_RDWR | os.O_NONBLOCK))  # let it go
+    assert not is_held
+    assert "it cannot be read (" in faults[0]
+    assert ("it is no file" in faults[0]) == (kind == "pipe")
+
+
 def test_stores_in_threads_have_one_index(tmp_path, open_store):
     """Six threads with three stores bring in one log while it is written and goes back."""
     entries = random_log(7, 1500)
@@ -747,6 +818,34 @@ class TestState:
     def test_nothing_is_known(self):
         assert run_state.state_of(None, None, False, None, None)[0] == "empty"
         assert run_state.state_of(None, None, True, None, None)[0] == "running"
+
+    def test_the_first_of_the_states_are_the_worst(self):
+        assert run_state.STATES == ("failed", "lost", "stalled", "running", "finished", "empty", "reading")
+        assert set(run_state.ENDED) < set(run_state.STATES)
+
+    def test_limits_of_the_settings(self):
+        limits = {"factor": 2.0, "seconds": 5.0}
+        assert run_state.state_of(None, None, True, 6.0, 1.0, limits) == ("stalled", "no entry for more than 5 s")
+        assert run_state.state_of(None, None, True, 6.0, 4.0, limits)[0] == "running"
+
+    def test_an_unknown_pause_is_given_ten_minutes(self, tmp_path, monkeypatch, open_store):
+        now = time.time()
+        slow = [step(n, time=now + 90.0 * n) for n in range(1, 3)]
+        store = open_store(write(tmp_path / "run", [run(), *slow]))
+        assert store.summary()["seconds"] is None
+        for silent_s, state in ((599.0, "running"), (601.0, "stalled")):
+            monkeypatch.setattr(time, "time", lambda silent_s=silent_s: now + 180.0 + silent_s)
+            store.update()
+            assert store.summary()["state"] == state
+
+    def test_the_alert_of_a_silent_run_is_no_sign_of_life(self, tmp_path, monkeypatch, open_store):
+        now = time.time()
+        silence = {**alert(4), "rule": "stalled", "time": now + 61.0}
+        store = open_store(write(tmp_path / "run", [run(), *(step(n, time=now) for n in range(1, 5)), silence]))
+        monkeypatch.setattr(time, "time", lambda: now + 62.0)
+        assert store.update()
+        assert store.summary()["state"] == "stalled"
+        assert store.summary()["updated"] == now
 
     def test_a_state_that_time_alone_changes_is_a_new_version(self, tmp_path, monkeypatch, open_store):
         now = time.time()

@@ -129,7 +129,7 @@ def check(folder: str | os.PathLike[str], settings: Watch | None = None) -> Chec
 class _Replay:
     """One rank: its guard through the sessions of its log.
 
-    steps: numbers of those that count; later ones of before a seam, or of a start anew, do not.
+    steps: numbers of those that count; later ones of before a seam, or of a start anew, do not, nor do their alerts.
     """
 
     def __init__(self, folder: str | os.PathLike[str], rank: int, settings: Watch, band: Band | None) -> None:
@@ -157,7 +157,7 @@ class _Replay:
             self._keep_before(entry["step"])
             self.steps.append(entry["step"])
         elif kind == "seam":
-            self._keep_before(entry["step"] + 1)
+            self._keep_before(entry["step"] + 1, is_seam=True)
         elif kind == "run":
             self._run, self._end = entry, None
             if (session := entry.get("session", "")) not in self.sessions:
@@ -171,8 +171,12 @@ class _Replay:
             self.alerts.append(Alert(rule, step, severity, entry["message"], entry["action"], self.rank))
         self.alerts += self._guard.see(entry)
 
-    def _keep_before(self, step: int) -> None:
-        del self.steps[bisect_left(self.steps, step) :]
+    def _keep_before(self, step: int, is_seam: bool = False) -> None:
+        """What was said of steps that are made again counts no more, as on the page."""
+        at = bisect_left(self.steps, step)
+        if is_seam or at < len(self.steps):
+            del self.steps[at:]
+            self.alerts = [alert for alert in self.alerts if alert.step < step]
 
     def _judge_end(self, now: float) -> None:
         """The state that the log ends in; a run that is lost or stalled is an alert."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,7 +22,11 @@ class _ServesByDefault(TyperGroup):
         return super().parse_args(ctx, args)
 
 
-watch_app = typer.Typer(cls=_ServesByDefault, no_args_is_help=False)
+watch_app = typer.Typer(
+    cls=_ServesByDefault,
+    no_args_is_help=False,
+    epilog="serve may be left out. Its options are --terminal, --rank, --host, --port and --golden.",
+)
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run, as in Stepper(log=...).")]
 
 
@@ -45,7 +50,8 @@ def serve(
     from halfstep.watch.terminal import show
 
     if terminal:
-        show(Path(folder), rank)
+        with suppress(KeyboardInterrupt):  # how a viewer ends
+            show(Path(folder), rank)
         return
     run(
         Path(folder),

@@ -39,7 +39,8 @@ class Progress:
     version: grows with every change. offset: of the first byte of the log that is not taken in; fingerprint: of the
     bytes before it. run: the last entry of that kind, run_offset where it begins, and has_stepped whether a step came
     after it. end: the last entry of that kind, of this session. started, updated: in seconds, of the first run that
-    counts and of the last entry. throughput: of the steps since the run's entry or a cut. state: as last seen.
+    counts and of the last entry but alerts. throughput: of the steps since the run's entry or a cut. state: as last
+    seen.
     """
 
     version: int
@@ -93,7 +94,8 @@ class Intake:
                 with suppress(RecursionError):  # of a line that is nested too deep to be written again
                     self._keep(offset, kind, entry)
         for _, entry in reversed(entries):
-            if (time := _finite(entry.get("time"))) is not None:
+            # An alert is no sign of life: the one of a run that hangs comes from its log's thread.
+            if entry.get("kind") != "alert" and (time := _finite(entry.get("time"))) is not None:
                 self._progress.updated = time
                 break
 

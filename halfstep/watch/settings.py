@@ -16,7 +16,8 @@ from halfstep.watch.entry import Entry
 class Exporter(Protocol):
     """Where the entries of a log go besides; halfstep/watch/exporters has those for known tools.
 
-    It is called from the thread that writes the log, so that a slow one never holds up a step.
+    It is called from one thread of its own, so that a slow one holds up neither a step nor the log. Others get the same
+    entries, so it changes none.
     """
 
     def write(self, entry: Entry) -> None: ...
@@ -30,7 +31,7 @@ class Watch:
 
     rules:     a rule's name to False, which turns it off, or to limits that differ from its defaults.
     golden:    folders of runs whose losses the run has to follow.
-    notify:    targets of the alerts of rank 0: ``webhook:URL``, ``command:WORDS``, or any URL of apprise. ``$NAME`` in a
+    notify:    targets of the alerts of rank 0: ``webhook:URL``, ``command:WORDS``, or a URL of apprise. ``$NAME`` in a
                target is read from the environment, so that no secret is in a file.
     exporters: ``tensorboard:FOLDER``, ``wandb:PROJECT``, ``mlflow:EXPERIMENT``, ``prometheus:FILE``, or an object with
                the methods of :class:`Exporter`.

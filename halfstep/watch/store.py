@@ -208,7 +208,8 @@ class Store:
 
     def _gone(self, error: OSError) -> HalfstepError:
         is_gone = isinstance(error, FileNotFoundError | NotADirectoryError)
-        why = "it is not there, or not any more" if is_gone else f"it cannot be read ({error.strerror or 'it is no file'})"
+        reason = error.strerror or "it is no file"
+        why = "it is not there, or not any more" if is_gone else f"it cannot be read ({reason})"
         return HalfstepError(f"log {self._log}", why, "Name the folder of a run.")
 
 

@@ -1,7 +1,7 @@
 """Where the entries of a log can go besides: TensorBoard, Weights & Biases, MLflow, Prometheus; a small class each.
 
-Each needs a package of its own, imported when somebody asks for it. An exporter is called from the thread that writes
-the log, and what fails in it is raised out of ``write``: nothing is swallowed here.
+Each needs a package of its own, imported when somebody asks for it. An exporter is called from a thread of its own, and
+what fails in it is raised out of ``write``: nothing is swallowed here.
 """
 
 from __future__ import annotations

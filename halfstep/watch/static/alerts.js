@@ -1,7 +1,8 @@
-// The newest alert above the charts, and the list of all and of what else happened below; a click shows the place.
+// The worst alert above the charts, and the list of all and of what else happened below; a click shows the place.
 
 import { LOOKS } from "./event_strip.js";
-import { button, countText, element, numberText, say, setAge } from "./text.js";
+import { numbersOf, severityOf, worstOf } from "./severity.js";
+import { button, countText, countsText, element, numberText, say, scaleText, setAge } from "./text.js";
 
 const MOST_LISTED = 200;
 const BEFORE = 150;
@@ -16,29 +17,42 @@ export class Alerts {
     this.title = element("h2", { id: "alerts" }, "Alerts and events");
     this.list = element("ol", { class: "alerts" });
     this.note = element("p", { class: "note" });
-    this.top = element("div", { class: "alerts top", "aria-label": "Newest alert", hidden: "" });
+    this.top = element("section", { class: "alerts top", "aria-label": "Worst alert", hidden: "" });
     this.node = element("section", { class: "list", "aria-labelledby": "alerts" }, this.title, this.list, this.note);
   }
 
   /** Lists them, newest on top; gives all that have a step as marks for the charts, in their order. */
   show(alerts, events, hasRanks) {
-    const items = [...alerts.map((alert) => alertItem(alert, hasRanks)), ...events.map(eventItem)];
+    const happened = events.map((event) => eventItem(event, alerts));
+    const items = [...alerts.map((alert) => alertItem(alert, hasRanks)), ...happened];
     const placed = items.filter((item) => item.step !== null).sort((a, b) => a.step - b.step);
     const key = JSON.stringify(items);
     if (key !== this.#listed) {
       this.#listed = key;
-      this.#list(items.sort((a, b) => (b.time ?? 0) - (a.time ?? 0)), alerts.length);
+      this.#showWorst(alerts, hasRanks);
+      this.#list(items.sort((a, b) => (b.time ?? 0) - (a.time ?? 0) || isEnd(b) - isEnd(a)), alerts.length);
     }
     return placed;
   }
 
+  #showWorst(alerts, hasRanks) {
+    this.top.hidden = alerts.length === 0;
+    if (this.top.hidden) return;
+    const worst = worstOf(alerts);
+    const counts = numbersOf(alerts.filter((alert) => alert !== worst));
+    const severity = severityOf(worst);
+    const more = { [`more ${severity}`]: counts[severity], ...counts, [severity]: 0 };
+    const text = countsText(more);
+    const rest = element("p", { class: "note more", hidden: text ? null : "" }, "and ");
+    rest.append(element("a", { href: "#alerts" }, text));
+    this.top.replaceChildren(this.#entry(alertItem(worst, hasRanks)), rest);
+  }
+
   #list(items, num_alerts) {
     const shown = items.slice(0, MOST_LISTED);
-    const newest = items.find((item) => item.isAlert);
-    this.top.hidden = !newest;
-    this.top.replaceChildren(...(newest ? [this.#entry(newest)] : []));
     this.list.replaceChildren(...shown.map((item) => element("li", {}, this.#entry(item))));
-    say(this.title, num_alerts ? countText(num_alerts, "alert") : "No alerts");
+    const counts = countsText({ alert: num_alerts, event: items.length - num_alerts });
+    say(this.title, num_alerts ? counts : ["No alerts", counts].filter(Boolean).join(", "));
     const rest = items.length - shown.length;
     say(this.note, rest ? `The newest ${MOST_LISTED}; ${countText(rest, "older one")} not listed.` : "");
   }
@@ -69,23 +83,34 @@ export class Alerts {
 
 function alertItem({ rule, step, rank, severity, message, action, time }, hasRanks) {
   const lines = [["b", rule], ["span", message], ["em", action]];
-  const look = severity in LOOKS ? severity : "note";
+  const look = severityOf({ severity });
   const label = `${rule} at step ${numberText(step)}`;
   return { isAlert: true, look, step, rank: hasRanks ? rank : null, time, lines, label };
 }
 
-function eventItem(event) {
-  const step = event.step ?? null;
+function eventItem(event, alerts) {
+  const step = stepOf(event, alerts);
   const look = event.kind in LOOKS ? event.kind : "note";
   const at = step === null ? "" : ` at step ${numberText(step)}`;
   const lines = [["span", eventText(event)]];
   return { isAlert: false, look, step, rank: null, time: event.time, lines, label: `${event.kind}${at}` };
 }
 
+/** A run that fails ends in a step that never ended: where an alert tells of that step, so does the end. */
+function stepOf({ kind, step = null, time }, alerts) {
+  const isNext = (alert) => alert.step === step + 1 && alert.time <= time;
+  return kind === "end" && step !== null && alerts.some(isNext) ? step + 1 : step;
+}
+
+function isEnd(item) {
+  return item.look === "end" ? 1 : 0;
+}
+
 function eventText(event) {
-  const { kind, state, reason, module, policy, num_lost } = event;
+  const { kind, state, reason, module, policy, num_lost, scale } = event;
   if (kind === "seam") return "The run goes on from a checkpoint here. Later steps of before do not count.";
   if (kind === "promotion") return `${module} computes in fp32 from here: ${reason}. Policy: ${policy}`;
+  if (kind === "reduction") return `The guard lowered the loss scale to ${scaleText(scale)}.`;
   if (kind === "gap") return `The log was lost for a while; entries that were never written: ${numberText(num_lost)}.`;
   if (kind === "end") return reason ? `${state}: ${reason}` : `The process ended: ${state}.`;
   return kind === "explanation" ? explanationText(event) : kind;

@@ -1,6 +1,6 @@
 // Ranges and ticks of the value axes. All values are plain numbers.
 
-import { numberText, powerText } from "./text.js";
+import { numberText, scaleText } from "./text.js";
 
 /** A linear axis around `values`, on a chart of `height` px; a plain one when there is none. */
 export function linearAxis(values, height) {
@@ -33,7 +33,7 @@ export function decimalAxis(values) {
   return { type: "log", range: [low, high], tickvals: ticks, ticktext: ticks.map(shortNumber) };
 }
 
-/** A logarithmic axis with ticks at powers of two. */
+/** A logarithmic axis of loss scales, with ticks at powers of two. */
 export function binaryAxis(values) {
   const [low, high] = logExtent(values, Math.log2, 0.8);
   const every = Math.max(1, Math.ceil((high - low) / 5));
@@ -44,7 +44,7 @@ export function binaryAxis(values) {
     type: "log",
     range: [low * toDecimal, high * toDecimal],
     tickvals: powers.map((power) => 2 ** power),
-    ticktext: powers.map(powerText),
+    ticktext: powers.map((power) => scaleText(2 ** power)),
   };
 }
 

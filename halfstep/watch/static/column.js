@@ -7,7 +7,7 @@ const NEWEST = [10000, 1000, 100];
 const HELP = "Drag across a chart to zoom, double-click for all, shift and drag to move. Keys: arrows, +, -, 0.";
 const SIGNS =
   "Triangles at the top edge are values that are not finite, at the bottom edge those that a logarithmic axis" +
-  " has no place for. Over a dense curve, the bold line is the running mean of its middle half.";
+  " has no place for. Where a curve is dense, the bold line is its running average without outliers.";
 
 export class Column {
   #isDue = false;
@@ -50,6 +50,7 @@ export class Column {
   }
 
   #resized(asked) {
+    if (!this.strips.clientWidth) return;
     this.draw();
     if (this.points !== this.#widest) {
       this.#widest = this.points;

@@ -3,10 +3,11 @@
 import { ask } from "./ask.js";
 import { binaryAxis } from "./axes.js";
 import { Column } from "./column.js";
+import { bandOf, isSame, lineOf, valueAt } from "./line.js";
 import { loadPlotly } from "./plot.js";
-import { CURVES, lineOf } from "./run_page.js";
+import { CURVES } from "./run_page.js";
 import { setState, stateMark } from "./state.js";
-import { MANY, Strip, valueAt } from "./strip.js";
+import { MANY, Strip } from "./strip.js";
 import { button, countText, element, runAddress, say, scaleText } from "./text.js";
 import { View } from "./view.js";
 
@@ -22,17 +23,17 @@ const MOST_POINTS = 8000; // of all lines of a chart together
 class ComparedStrip extends Strip {
   isCompared = true;
   hidden = new Set();
-  #all = [];
+  all = []; // lines, the hidden ones too
 
   show(lines, toggle) {
     const names = lines.map((line) => line.name).join("\n");
-    if (names !== this.#all.map((line) => line.name).join("\n")) this.#makeLegend(lines, toggle);
-    this.#all = lines;
+    if (names !== this.all.map((line) => line.name).join("\n")) this.#makeLegend(lines, toggle);
+    this.all = lines;
     this.lines = lines.filter((line) => !this.hidden.has(line.name));
   }
 
   filter() {
-    this.lines = this.#all.filter((line) => !this.hidden.has(line.name));
+    this.lines = this.all.filter((line) => !this.hidden.has(line.name));
     for (const row of this.values.children) row.ariaPressed = String(!this.hidden.has(row.dataset.run));
   }
 
@@ -51,8 +52,12 @@ class ComparedStrip extends Strip {
   }
 
   showValues(step) {
-    this.#all.forEach((line, i) => say(this.values.children[i].lastChild, this.format(valueAt(line, step))));
+    this.all.forEach((line, i) => say(this.values.children[i].lastChild, this.format(valueAt(line, step))));
   }
+}
+
+function areSame(counts, speeds) {
+  return counts.every((line) => isSame(line, speeds.find((one) => one.name === line.name) ?? line));
 }
 
 function swatch({ color: paint, dash }) {
@@ -68,6 +73,10 @@ export function comparePage(page, names) {
   const strips = ORDER.map((key) => new ComparedStrip(view, { name: key, ...METRICS[key] }));
   const hidden = new Set();
   for (const strip of strips) strip.hidden = hidden;
+  const speed = strips.find((strip) => strip.name === "steps_per_s");
+  const counts = strips.find((strip) => strip.name === "count_per_s");
+  const memory = strips.find((strip) => strip.name === "memory_mib");
+  for (const strip of [counts, memory]) strip.node.hidden = true;
   let askNow = () => {};
   const column = new Column(view, strips, () => askNow());
   const title = element("h1", {}, all.length < 2 ? "Nothing to compare" : `${all.length} runs compared`);
@@ -110,9 +119,14 @@ export function comparePage(page, names) {
     const steps = data.runs.filter((run) => run.last_step !== null);
     view.whole = [Math.min(...steps.map((run) => run.first_step)), Math.max(...steps.map((run) => run.last_step))];
     const kept = all.filter((name) => name in data.series);
-    strip.show(kept.map((name) => ({ ...looks.get(name), ...lineOf(data.series[name], strip.change) })), toggle);
+    const ends = new Map(data.runs.map((run) => [run.name, strip.end?.(run)]));
+    const line = (name) => lineOf(data.series[name], strip.change, ends.get(name));
+    strip.show(kept.map((name) => ({ ...looks.get(name), ...line(name) })), toggle);
+    if (!view.wanted) strip.suit();
+    if (strip === speed || strip === counts) counts.node.hidden = areSame(counts.all, speed.all);
+    if (strip === memory) memory.node.hidden = memory.all.every((line) => !line.steps.length);
     if (key === "loss") {
-      strip.band = data.golden ?? null;
+      strip.band = bandOf(data.golden);
       strip.setHeight(Math.min(MOST_HEIGHT, Math.max(METRICS.loss.height, 60 + 21 * kept.length)));
     }
     column.draw();
@@ -122,7 +136,8 @@ export function comparePage(page, names) {
     const points = Math.min(column.points, Math.max(200, Math.round(MOST_POINTS / left.size)));
     const asked = {};
     if (left.size === 0 || all.length < 2) return asked;
-    for (const strip of strips.filter((one) => one.isNear)) {
+    // What is hidden may have to be shown.
+    for (const strip of strips.filter((one) => one.isNear || (one.node.hidden && speed.isNear))) {
       const query = new URLSearchParams([...left].map((name) => ["run", name]));
       query.set("metric", strip.of ?? strip.name);
       query.set("points", points);

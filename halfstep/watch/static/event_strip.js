@@ -1,16 +1,17 @@
 // The chart on top: alerts and what else happened, as marks on the common axis.
 
+import { nearest, thin } from "./line.js";
 import { color } from "./plot.js";
-import { nearest, Strip, thin } from "./strip.js";
+import { SEVERITIES } from "./severity.js";
+import { Strip } from "./strip.js";
 import { countText, say } from "./text.js";
 
 /** Of each severity, and of each other kind of event: its mark for charts, its sign for text, and its colour. */
 export const LOOKS = {
-  error: { symbol: "diamond", sign: "◆", color: "bad" },
-  warning: { symbol: "triangle-up", sign: "▲", color: "open" },
-  note: { symbol: "circle", sign: "●", color: "soft" },
+  ...SEVERITIES,
   seam: { symbol: "line-ns-open", sign: "┊", color: "seam", dash: "dot" },
   promotion: { symbol: "star", sign: "★", color: "good" },
+  reduction: { symbol: "arrow-down", sign: "↓", color: "good" },
   gap: { symbol: "circle-open", sign: "○", color: "soft" },
   end: { symbol: "square", sign: "■", color: "soft" },
   explanation: { symbol: "cross", sign: "✚", color: "soft" },

@@ -1,8 +1,9 @@
 // The gradient of every parameter over the steps, as the exponent of its norm.
 
+import { nearest } from "./line.js";
 import { chartText, element, numberText, powerText, say, shortName, toNumber } from "./text.js";
 import { color, heatColors, heatLegend } from "./plot.js";
-import { isNarrow, nearest, Strip } from "./strip.js";
+import { isNarrow, Strip } from "./strip.js";
 
 const GUTTER_PX = 176; // as .strip in page.css
 const MOST_HEIGHT = 640;

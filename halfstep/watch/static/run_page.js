@@ -6,22 +6,46 @@ import { decimalAxis, linearAxis, upwardAxis } from "./axes.js";
 import { Column } from "./column.js";
 import { EventStrip } from "./event_strip.js";
 import { LayerStrip } from "./layer_strip.js";
+import { bandOf, isSame, lineOf } from "./line.js";
 import { loadPlotly } from "./plot.js";
 import { RangesChart } from "./ranges_chart.js";
 import { RunHeader } from "./run_header.js";
 import { ScaleStrip } from "./scale_strip.js";
+import { stepsPerSecond } from "./state.js";
 import { Strip } from "./strip.js";
-import { countText, element, runAddress, say, toNumber } from "./text.js";
+import { countText, element, runAddress, say } from "./text.js";
 import { View } from "./view.js";
 
-/** The curves that runs have; a page makes a Strip of each. */
+/** The curves that runs have; a page makes a Strip of each. end: of a run, the number that is not its last step's. */
 export const CURVES = {
-  loss: { title: "Loss", height: 260, axis: linearAxis, logAxis: decimalAxis, canBeLog: true, hasTrend: true },
-  grad_norm: { title: "Gradient norm", note: "True 2-norm before clipping.", axis: decimalAxis, hasTrend: true },
-  steps_per_s: { title: "Steps a second", axis: upwardAxis, hasTrend: true, of: "seconds", change: perSecond },
+  loss: {
+    title: "Loss",
+    noun: "loss",
+    height: 260,
+    axis: linearAxis,
+    logAxis: decimalAxis,
+    canBeLog: true,
+    hasTrend: true,
+  },
+  grad_norm: {
+    title: "Gradient norm",
+    noun: "gradient norm",
+    note: "True 2-norm before clipping.",
+    axis: decimalAxis,
+    hasTrend: true,
+  },
+  steps_per_s: {
+    title: "Steps a second",
+    note: "The number is the median of the last 100 steps.",
+    axis: upwardAxis,
+    hasTrend: true,
+    of: "seconds",
+    change: perSecond,
+    end: stepsPerSecond,
+  },
   count_per_s: {
     title: "Count a second",
-    note: "Tokens, samples or micro-batches: the unit of the loss's count.",
+    note: "Tokens, samples or micro-batches: the unit of the loss's count. The number is that of the last step.",
     axis: upwardAxis,
     hasTrend: true,
   },
@@ -30,14 +54,6 @@ export const CURVES = {
 
 function perSecond(seconds) {
   return seconds > 0 ? 1 / seconds : null;
-}
-
-/** A series of the JSON as a line to draw. */
-export function lineOf(series, change = (value) => value) {
-  const steps = series?.steps ?? [];
-  const values = (series?.values ?? []).map((value) => change(toNumber(value)));
-  const bad = (series?.nonfinite ?? []).map(([step, value]) => [step, toNumber(value)]);
-  return { steps, values, marks: bad };
 }
 
 export function runPage(page, name) {
@@ -64,9 +80,13 @@ export function runPage(page, name) {
   const ranges = new RangesChart();
   const progress = element("p", { class: "note" });
   const below = element("div", { class: "strips" }, ranges.node);
-  page.replaceChildren(header.node, progress, alerts.top, column.node, below, alerts.node);
+  const parts = [header.node, progress, alerts.top, column.node, below, alerts.node];
+  page.replaceChildren(...parts);
+  let isKnown = false;
 
   function show(data) {
+    if (!isKnown) page.replaceChildren(...parts);
+    isKnown = true;
     header.show(data.run, data.alerts);
     say(progress, progressText(data));
     column.node.hidden = !data.run.num_steps;
@@ -77,9 +97,10 @@ export function runPage(page, name) {
     const lanes = events.show(items);
     const { series } = data;
     for (const [key, strip] of Object.entries(strips)) {
-      strip.lines = [{ ...lineOf(series[strip.of ?? key], strip.change), color: "line" }];
+      strip.lines = [{ ...lineOf(series[strip.of ?? key], strip.change, strip.end?.(data.run)), color: "line" }];
+      if (!view.wanted) strip.suit(data.run.num_steps);
     }
-    loss.band = data.golden ? bandOf(data.golden) : null;
+    loss.band = bandOf(data.golden);
     golden.hidden = !loss.band;
     scale.lines = [{ ...lineOf(series.scale), color: "line" }];
     scale.marks = { skips: data.skips, replays: data.replays };
@@ -107,21 +128,20 @@ export function runPage(page, name) {
     column.draw();
     ranges.draw();
   });
-  askNow = ask(address, (_, data) => show(data), (_, line) => header.showGone(line));
+  /** Whether the run never was there. */
+  function gone(line) {
+    if (isKnown) header.showGone(line);
+    else {
+      header.showMissing(line);
+      page.replaceChildren(header.node, element("p", {}, element("a", { href: "/" }, "See all runs")));
+    }
+    return !isKnown;
+  }
+
+  askNow = ask(address, (_, data) => show(data), (_, line) => gone(line));
 }
 
 function progressText({ is_complete, run }) {
   if (!is_complete) return `Reading the log: ${countText(run.num_steps, "step")} so far.`;
   return run.num_steps ? "" : "The charts begin with the first step.";
-}
-
-function bandOf({ steps, low, high }) {
-  return { steps, low: low.map(toNumber), high: high.map(toNumber) };
-}
-
-/** Whether a window counts as one: then its count a second tells nothing of its own. */
-function isSame(count, steps) {
-  const at = count.values.length - 1;
-  if (at < 0) return true;
-  return count.values.length === steps.values.length && Math.abs(count.values[at] / steps.values[at] - 1) < 1e-6;
 }

@@ -1,10 +1,13 @@
 // The list of runs.
 
 import { ask } from "./ask.js";
+import { severityOf, SEVERITIES } from "./severity.js";
 import { setState, stateMark, stepsPerSecond } from "./state.js";
 import { countText, element, numberText, runAddress, say, scaleText, setAge } from "./text.js";
 
 const MOST_COMPARED = 20;
+const COUNTED = ["failed", "lost", "stalled", "running"]; // states that the headline counts
+const WITH_REASON = ["failed", "stalled", "lost", "empty", "reading"];
 const NO_RUN = "No run yet. A run appears here when a Stepper with log= writes into this folder.";
 const COLUMNS = {
   policy: ["policy", (run) => run.effective ?? run.policy ?? "–", "left"],
@@ -14,7 +17,7 @@ const COLUMNS = {
   scale: ["scale", (run) => scaleText(run.scale)],
   num_skipped: ["skips", (run) => numberText(run.num_skipped)],
   num_replays: ["replays", (run) => numberText(run.num_replays)],
-  num_alerts: ["alerts", (run) => numberText(run.num_alerts)],
+  num_alerts: ["alerts", alertsText],
   seconds: ["steps/s", (run) => numberText(stepsPerSecond(run))],
 };
 
@@ -56,8 +59,7 @@ export function runsPage(page) {
     table.hidden = shown.length === 0;
     empty.hidden = shown.length > 0;
     say(empty, runs.length ? "No run matches the filter." : NO_RUN);
-    const num_running = runs.filter((run) => run.state === "running").length;
-    say(title, runs.length ? `${countText(runs.length, "run")}, ${num_running} running` : "No runs");
+    say(title, runs.length ? headline(runs) : "No runs");
     showCompare();
   }
 
@@ -88,6 +90,19 @@ export function runsPage(page) {
     },
     (_, line) => say(title, line),
   );
+}
+
+/** As "18 runs: 4 failed, 1 running". */
+function headline(runs) {
+  const counts = COUNTED.map((state) => [runs.filter((run) => run.state === state).length, state]);
+  const found = counts.filter(([count]) => count).map(([count, state]) => `${numberText(count)} ${state}`);
+  return [countText(runs.length, "run"), found.join(", ")].filter(Boolean).join(": ");
+}
+
+/** With the sign of the worst one, where that is known. */
+function alertsText({ num_alerts, worst }) {
+  const sign = num_alerts && worst ? `${SEVERITIES[severityOf({ severity: worst })].sign} ` : "";
+  return sign + numberText(num_alerts);
 }
 
 /** Running ones first, in an order that does not change from second to second; then the newest. */
@@ -123,11 +138,15 @@ function makeRow(name, choose) {
 function fill(row, run) {
   row.node.dataset.run = run.name;
   setState(row.state, run.state, run.why);
-  say(row.why, ["failed", "stalled", "lost", "empty"].includes(run.state) ? (run.why ?? "") : "");
+  say(row.why, WITH_REASON.includes(run.state) ? (run.why ?? "") : "");
+  row.why.title = row.why.textContent;
   for (const [key, [, text]] of Object.entries(COLUMNS)) {
     say(row.cells[key], text(run));
   }
-  row.cells.num_alerts.classList.toggle("open", run.num_alerts > 0);
+  const severity = severityOf({ severity: run.worst ?? "warning" });
+  for (const [word, look] of Object.entries(SEVERITIES)) {
+    row.cells.num_alerts.classList.toggle(look.color, run.num_alerts > 0 && word === severity);
+  }
   // What is not finite is a text in JSON.
   for (const key of ["loss", "grad_norm"]) row.cells[key].classList.toggle("bad", typeof run[key] === "string");
   setAge(row.age, run.updated);

@@ -2,7 +2,17 @@
 
 import { element, say } from "./text.js";
 
-const SIGNS = { running: "▶", finished: "✓", failed: "✕", stalled: "‖", lost: "?", empty: "○", reading: "…", deleted: "✕" };
+const SIGNS = {
+  running: "▶",
+  finished: "✓",
+  failed: "✕",
+  stalled: "‖",
+  lost: "?",
+  empty: "○",
+  reading: "…",
+  deleted: "✕",
+  "no such run": "✕",
+};
 
 export function stateMark() {
   return element("span", { class: "state" }, element("i", { "aria-hidden": "true" }), element("b"));

@@ -1,15 +1,14 @@
 // One chart of the column: a gutter with its name and its numbers, and curves over the axis that all charts share.
 
 import { stepTicks } from "./axes.js";
+import { isSpiky, nonfiniteText, thin, trendLine, valueAt, visible } from "./line.js";
 import { axisStyle, baseLayout, color, COARSE, draw, scheme } from "./plot.js";
 import { button, element, numberText, say } from "./text.js";
 
 const NARROW = matchMedia("(max-width: 760px)");
-const MARK_PX = 4; // marks that are closer share one
 const FEW = 60; // points that are drawn as such
 const DENSE = 300; // points from which a curve has a trend
 export const MANY = 6; // lines from which each has to be fainter
-const TREND = 32; // points that make one of its points
 const EDGE = { overlaying: "y", range: [0, 1], visible: false, fixedrange: true };
 
 export function isNarrow() {
@@ -18,7 +17,8 @@ export function isNarrow() {
 
 /**
  * A chart. settings: name, title, note, height, axis(values), and format(value) of its numbers; canBeLog offers a
- * button. It shows `lines`: [{name, color, dash, steps, values, marks: [[step, value]]}], a `band`, and `lanes`.
+ * button; noun names one value in the line that stands for a chart without a finite one. It shows `lines`, of line.js
+ * with a name, color and dash, a `band`, and `lanes`.
  */
 export class Strip {
   #drawn = "";
@@ -26,6 +26,8 @@ export class Strip {
   #isNear = true;
   #width = 0;
   #log = null;
+  #isChosen = false; // by the button: how the axis is
+  #nothing = "";
   lines = [];
   band = null;
   lanes = [];
@@ -81,8 +83,16 @@ export class Strip {
   }
 
   #toggleLog() {
-    this.#log.setAttribute("aria-pressed", String(this.#log.ariaPressed !== "true"));
+    this.#isChosen = true;
+    this.#log.ariaPressed = String(this.#log.ariaPressed !== "true");
     this.draw();
+  }
+
+  /** Takes the axis, and the size, that suit whole runs, one of `num_steps` steps; a zoom changes neither. */
+  suit(num_steps) {
+    if (this.#log && !this.#isChosen) this.#log.ariaPressed = String(isSpiky(this.lines));
+    this.#nothing = this.noun && !this.isCompared ? nonfiniteText(this.lines[0], num_steps, this.noun) : "";
+    this.node.classList.toggle("flat", this.#nothing !== "");
   }
 
   #step(event) {
@@ -122,7 +132,7 @@ export class Strip {
 
   showValues(step) {
     const [line] = this.lines;
-    say(this.values, line ? this.format(valueAt(line, step)) : "–");
+    say(this.values, this.#nothing || (line ? this.format(valueAt(line, step)) : "–"));
   }
 
   /** Draws what has changed since the last time, unless nobody can see it. */
@@ -168,7 +178,7 @@ export class Strip {
     const curves = this.lines.map((line) => this.#curve(line, isLog));
     const trends = curves.filter((curve) => curve.opacity < 1).map((curve) => trendLine(curve, isLog));
     const marks = this.lines.flatMap((line) => this.#marks(line, isLog, stepsPerPx));
-    return [...this.#lanes(stepsPerPx), ...curves, ...this.#band(), ...trends, ...marks];
+    return [...this.#lanes(stepsPerPx), ...curves, ...this.#band(layout.yaxis), ...trends, ...marks];
   }
 
   #curve({ color: paint, dash, steps, values }, isLog) {
@@ -198,11 +208,22 @@ export class Strip {
     ];
   }
 
-  #band() {
+  /** One shape for each stretch of blocks without a hole. */
+  #band({ type, range }) {
     if (!this.band) return [];
     const { steps, low, high } = this.band;
-    const edge = { type: "scatter", mode: "lines", x: steps, line: { width: 1.25, color: color("band-edge") } };
-    return [{ ...edge, y: low }, { ...edge, y: high, fill: "tonexty", fillcolor: color("band") }];
+    const least = type === "log" ? 10 ** range[0] : -Infinity; // a logarithmic axis has no place below
+    const shape = { x: [], y: [] };
+    for (let start = 0, end; start < steps.length; start = end + 1) {
+      end = steps.indexOf(null, start);
+      if (end < 0) end = steps.length;
+      const stretch = steps.slice(start, end);
+      const corners = [...low.slice(start, end), ...high.slice(start, end).reverse(), low[start]];
+      shape.x.push(...stretch, ...[...stretch].reverse(), stretch[0], null);
+      shape.y.push(...corners.map((value) => Math.max(value, least)), null);
+    }
+    const line = { width: 1.25, color: color("band-edge") };
+    return [{ type: "scatter", mode: "lines", ...shape, line, fill: "toself", fillcolor: color("band") }];
   }
 
   /** Vertical lines over the whole height: {color, dash, steps}. */
@@ -222,56 +243,7 @@ export class Strip {
   }
 }
 
-/** The running mean of the middle half of a curve: the extremes that the curve is made of pull it nowhere. */
-function trendLine(curve, isLog) {
-  const known = curve.y.flatMap((value, i) => (value === null ? [] : [[curve.x[i], isLog ? Math.log(value) : value]]));
-  const [x, y] = [[], []];
-  for (let at = 0; at < known.length; at += TREND / 8) {
-    const half = Math.max(TREND / 4, Math.min(at, known.length - 1 - at, TREND / 2)); // less at the ends
-    const window = known.slice(Math.max(0, at - half), at + half).map(([, value]) => value);
-    const cut = window.length >> 2;
-    const middle = window.sort((a, b) => a - b).slice(cut, window.length - cut);
-    const mean = middle.reduce((sum, value) => sum + value, 0) / middle.length;
-    x.push(known[at][0]);
-    y.push(isLog ? Math.exp(mean) : mean);
-  }
-  return { type: "scatter", mode: "lines", x, y, line: { color: curve.line.color, width: 2, dash: curve.line.dash } };
-}
-
 function edgeMarks(steps, y, symbol, paint) {
   const marker = { symbol, size: 8, color: color(paint) };
   return { type: "scatter", mode: "markers", x: steps, y: steps.map(() => y), yaxis: "y2", cliponaxis: false, marker };
-}
-
-/** Of ascending steps, one where several share a place. */
-export function thin(steps, stepsPerPx) {
-  let last = -Infinity;
-  return steps.filter((step) => step - last >= MARK_PX * stepsPerPx && ((last = step), true));
-}
-
-function visible(steps, values, [low, high]) {
-  return values.filter((value, i) => steps[i] >= low && steps[i] <= high && value !== null);
-}
-
-/** The value of a line at the step nearest to `step`, of a mark, too; the last one for null. */
-export function valueAt({ steps, values, marks }, step) {
-  const at = step ?? Infinity;
-  const i = nearest(steps, at);
-  const j = nearest(marks, at, ([place]) => place);
-  if (j < 0) return i < 0 ? null : values[i];
-  if (i < 0) return marks[j][1];
-  const isMark = step === null ? marks[j][0] > steps[i] : Math.abs(marks[j][0] - at) <= Math.abs(steps[i] - at);
-  return isMark ? marks[j][1] : values[i];
-}
-
-/** The place of the nearest of ascending items; -1 if there is none. */
-export function nearest(items, step, place = (item) => item) {
-  let [low, high] = [0, items.length - 1];
-  while (low < high) {
-    const middle = (low + high) >> 1;
-    if (place(items[middle]) < step) low = middle + 1;
-    else high = middle;
-  }
-  const isNearer = low > 0 && step - place(items[low - 1]) < Math.abs(place(items[low]) - step);
-  return isNearer ? low - 1 : low < items.length ? low : -1;
 }

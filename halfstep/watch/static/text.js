@@ -46,10 +46,15 @@ export function powerText(power) {
   return `2${power < 0 ? "⁻" : ""}${digits}`;
 }
 
-/** A loss scale: as a power of two where it is one. */
+/** A loss scale: as a power of two where it is one, but 1, 2, 4 and 8 plainly. */
 export function scaleText(value) {
   const power = Math.log2(toNumber(value) ?? NaN);
-  return Number.isInteger(power) && power !== 0 ? powerText(power) : numberText(value);
+  return Number.isInteger(power) && (power < 0 || power > 3) ? powerText(power) : numberText(value);
+}
+
+/** As "2 errors, 1 warning": of a map of nouns to counts, those that are. */
+export function countsText(counts) {
+  return Object.entries(counts).filter(([, count]) => count).map(([noun, count]) => countText(count, noun)).join(", ");
 }
 
 export function countText(count, noun) {
