@@ -792,7 +792,7 @@ class TestState:
         )
         assert run_state.state_of({**gone, "host": "elsewhere"}, None, True, 0.0, 0.1)[0] == "running"
 
-    @pytest.mark.parametrize("pid", [os.getpid(), 1, 0, -1, -999_999, None, 2**80])
+    @pytest.mark.parametrize("pid", [pytest.param(os.getpid(), id="own"), 1, 0, -1, -999_999, None, 2**80])
     def test_a_process_that_lives_or_cannot_be_told_is_not_lost(self, pid):
         assert run_state.state_of({**self.HERE, "pid": pid}, None, True, 0.0, 0.1)[0] == "running"
 

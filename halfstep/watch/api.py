@@ -225,7 +225,7 @@ def _stamp(folder: Path) -> Sequence[object]:
 def _unread(name: str, why: str) -> _Known:
     unknown = (
         "policy effective reason device versions num_ranks first_step last_step num_steps started updated num_skipped "
-        "num_replays num_alerts loss grad_norm scale seconds session"
+        "num_replays num_alerts worst loss grad_norm scale seconds session"
     )
     state: State = "reading"
     content = dict.fromkeys(unknown.split()) | {"name": name, "state": state, "why": why, "rank": 0, "ranks": []}

@@ -31,6 +31,12 @@ _LONGEST_TURN_S = 0.2
 _PRINT = 4096
 """Bytes at the start of a log, and before the first that is new, by which it is known again."""
 _MOST = 2**62
+_ALERTS = (
+    "SELECT json_extract(content, '$.rule'), json_extract(content, '$.severity'), count(*) FROM entries "
+    "WHERE kind = 'alert' GROUP BY 1, 2 ORDER BY 1, 2"
+)
+"""Rule, severity and how often."""
+_WORST_FIRST = ("error", "warning", "note")
 T = TypeVar("T")
 
 
@@ -172,6 +178,7 @@ class Store:
         run = progress.run or {}
         info = run.get("info")
         about = info if isinstance(info, dict) else {}
+        alerts = db.execute(_ALERTS).fetchall()
         return {
             "name": self._folder.resolve().name,
             "state": state,
@@ -188,7 +195,9 @@ class Store:
             "updated": progress.updated,
             "num_skipped": num_skipped,
             "num_replays": num_replays,
-            "num_alerts": db.execute("SELECT count(*) FROM entries WHERE kind = 'alert'").fetchone()[0],
+            "num_alerts": sum(count for _, _, count in alerts),
+            "alert_counts": [list(row) for row in alerts],
+            "worst": min((severity for _, severity, _ in alerts), key=_rank_of, default=None),
             "loss": loss,
             "grad_norm": grad_norm,
             "scale": scale,
@@ -211,6 +220,10 @@ class Store:
         reason = error.strerror or "it is no file"
         why = "it is not there, or not any more" if is_gone else f"it cannot be read ({reason})"
         return HalfstepError(f"log {self._log}", why, "Name the folder of a run.")
+
+
+def _rank_of(severity: str) -> int:
+    return _WORST_FIRST.index(severity) if severity in _WORST_FIRST else len(_WORST_FIRST)
 
 
 def _clip(db: sqlite3.Connection, first: int | None, last: int | None) -> tuple[int, int]:

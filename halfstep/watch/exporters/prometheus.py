@@ -33,7 +33,7 @@ _EVERY_S = 5.0
 def metrics_text(runs: Sequence[Mapping[str, Any]]) -> str:
     """The page of metrics of ``runs``, as halfstep.watch.runs describes each; what is not known is left out.
 
-    ``alert_counts``, a list of [rule, severity, count], gives alerts their labels; without it there is num_alerts.
+    ``alert_counts``, a list of [rule, severity, count], gives alerts their labels.
     HalfstepError when prometheus_client is not installed.
     """
     exposition = load("prometheus_client.exposition", "prometheus-client")
@@ -58,9 +58,8 @@ class _Collector:
             "halfstep_state", "1 for the state that the run is in.", labels=(*_LABELS, "state")
         )
         for run, labels in self._runs:
-            for rule, severity, count in run.get("alert_counts", [["", "", run.get("num_alerts")]]):
-                if count is not None:
-                    alerts.add_metric([*labels, _label(rule), _label(severity)], count)
+            for rule, severity, count in run.get("alert_counts") or ():
+                alerts.add_metric([*labels, _label(rule), _label(severity)], count)
             for state in STATES:
                 states.add_metric([*labels, state], float(run.get("state") == state))
         yield alerts
