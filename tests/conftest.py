@@ -33,7 +33,16 @@ def kernels_stay():
     return region.Region(nn.Linear(1, 1), "bf16", CPU)
 
 
-LONGEST = ("docs", "planner", "plan_advice", "watch_browser", "lint_fuzz", "loops_compile", "lint_own", "watch_exporters")
+LONGEST = (
+    "docs",
+    "planner",
+    "plan_advice",
+    "watch_browser",
+    "lint_fuzz",
+    "loops_compile",
+    "lint_own",
+    "watch_exporters",
+)
 """Files that take longest. They come first, so that no process is left alone with one at the end."""
 
 

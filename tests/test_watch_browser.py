@@ -270,8 +270,9 @@ def test_an_alert_stands_in_the_charts_and_in_the_list_and_a_click_goes_there(op
     says(page, ".place", f"step {SPIKE:,}")
 
 
-def test_the_worst_alert_stands_on_top_with_what_else_there_is_and_a_failed_run_ends_where_it_failed(open_page):
+def test_a_failed_run_has_its_worst_alert_on_top_its_end_where_it_failed_and_marks_of_nan(open_page):
     page = open_page("/run/fails")
+    page.emulate_media(color_scheme="light")
     drawn(page, "events", "loss")
     assert text(page, ".alerts.top .what").startswith(f"loss-spike{WHY}")
     assert text(page, ".alerts.top .more") == "and 1 more error, 1 warning"
@@ -288,6 +289,23 @@ def test_the_worst_alert_stands_on_top_with_what_else_there_is_and_a_failed_run_
     assert page.evaluate(kind) == "log"
     page.get_by_role("button", name="log axis").click()
     until(lambda: page.evaluate(kind) == "linear", "the button chooses")
+
+    # What is not finite is a mark at the top edge; the scheme changes all colours.
+    assert text(page, "[data-chart=loss] .values") == "NaN"
+    marks = page.evaluate(
+        "() => { const one = document.querySelector('[data-chart=loss] .canvas').data.at(-1);"
+        " return [one.marker.symbol, Array.from(one.x), Array.from(one.y)]; }"
+    )
+    assert marks[0] == "triangle-down"
+    assert (marks[1][0], set(marks[2])) == (NAN_FROM, {1})
+
+    look = (
+        "() => [getComputedStyle(document.body).backgroundColor,"
+        " document.querySelector('[data-chart=loss] .canvas').data.find(one => one.yaxis !== 'y2').line.color]"
+    )
+    assert page.evaluate(look) == ["rgb(251, 251, 250)", "#1f6fb8"]
+    page.emulate_media(color_scheme="dark")
+    until(lambda: page.evaluate(look) == ["rgb(18, 22, 27)", "#6cb2f0"], "page and chart are dark")
 
 
 def test_a_reduction_of_the_scale_is_an_event(open_page):
@@ -352,27 +370,6 @@ def test_lines_know_their_axis_their_words_and_their_band(open_page):
     assert band["steps"] == [0, 100, 100, 200, None, 400, 500]
     assert band["low"] == [1, 1, 2, 2, None, 3, 3]
     assert band["high"] == [4, 4, 5, 5, None, 6, 6]
-
-
-def test_losses_that_are_not_finite_are_marks_at_the_top_edge_and_the_scheme_changes_all_colours(open_page):
-    page = open_page("/run/fails")
-    page.emulate_media(color_scheme="light")
-    drawn(page, "loss")
-    assert text(page, "[data-chart=loss] .values") == "NaN"
-    marks = page.evaluate(
-        "() => { const one = document.querySelector('[data-chart=loss] .canvas').data.at(-1);"
-        " return [one.marker.symbol, Array.from(one.x), Array.from(one.y)]; }"
-    )
-    assert marks[0] == "triangle-down"
-    assert (marks[1][0], set(marks[2])) == (NAN_FROM, {1})
-
-    look = (
-        "() => [getComputedStyle(document.body).backgroundColor,"
-        " document.querySelector('[data-chart=loss] .canvas').data.find(one => one.yaxis !== 'y2').line.color]"
-    )
-    assert page.evaluate(look) == ["rgb(251, 251, 250)", "#1f6fb8"]
-    page.emulate_media(color_scheme="dark")
-    until(lambda: page.evaluate(look) == ["rgb(18, 22, 27)", "#6cb2f0"], "page and chart are dark")
 
 
 def test_a_live_step_arrives_a_zoom_stays_and_a_deleted_run_is_told(open_page, tmp_path):

@@ -22,7 +22,7 @@ from halfstep.watch.run_state import ENDED, State
 from halfstep.watch.runs import Runs
 from halfstep.watch.shelf import Busy, Gone, Shelf
 
-EVENTS = ("seam", "promotion", "gap", "end", "explanation")
+EVENTS = ("seam", "promotion", "reduction", "gap", "end", "explanation")
 ALERT = ("rule", "step", "rank", "severity", "message", "action", "time")
 
 # Of a look at many stores: for all of them together, for each, and to wait for each.

@@ -14,7 +14,7 @@ from pathlib import Path
 from halfstep.errors import HalfstepError
 from halfstep.watch.intake import SCHEMA, Progress
 
-VERSION = 2
+VERSION = 3
 """Of the tables; an index of another is made anew."""
 LOCKED_S = 2.0
 """Seconds to wait for another process that writes to the index; then it is left alone."""

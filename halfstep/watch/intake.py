@@ -17,7 +17,7 @@ from halfstep.watch.metrics import STEPS, step_rows
 from halfstep.watch.pyramid import Row
 from halfstep.watch.throughput import Throughput
 
-KEPT = ("alert", "seam", "promotion", "ranges", "explanation", "gap", "end")
+KEPT = ("alert", "seam", "promotion", "reduction", "ranges", "explanation", "gap", "end")
 """Kinds that are kept as they came. The others are in the levels, or are too many and say little."""
 SCHEMA = (
     *STEPS.schema(),

@@ -19,8 +19,8 @@ The alert says it, with the step, the rank and the numbers of the run; `halfstep
 a format, [advice](../advice.md) a change that was tried."""
 _INDEX = """\
 Each looks at the last 100 steps of a run while it trains, in the engine's process, and again in
-`halfstep watch check RUN`. A rule tells a thing once, and again when it has been gone for 100 steps. All are on by
-default."""
+`halfstep watch check RUN`. A rule tells a thing once, and again when it comes back after 100 steps without it; then
+after 200, after 400, and so on. All are on by default."""
 
 
 def rule_page(rule: Rule) -> str:
