@@ -54,8 +54,9 @@ class Run:
             share, at = self.share(), self.scale
             self.scale *= self.settings.backoff
             num_replays += 1
-            self.see({"kind": "overflow", "time": float(self.step), "step": self.step, "micro_batch": 0,
-                      "scale": self.scale, "overflowed_at": at, "parameters": PARAMETERS, "nonfinite_share": share})  # fmt: skip
+            told = {"step": self.step, "micro_batch": 0, "scale": self.scale, "overflowed_at": at}
+            told |= {"parameters": PARAMETERS, "nonfinite_share": share}
+            self.see({"kind": "overflow", "time": float(self.step), **told})
         share = self.share()
         if share and num_replays:
             self.scale = began  # undone
