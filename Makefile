@@ -6,15 +6,16 @@ READY := $(VENV)/.ready
 # A process for each core, and each file of tests in one of them.
 PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup run test check bench clean
+.PHONY: setup run test slow check bench clean
 
 setup: $(READY)
 
-# The stamp is written last, so a set-up that was interrupted starts again.
+# The stamp is written last, so a set-up that was interrupted starts again. Python compiles what is imported, which is a
+# small part of what is installed: pip would take as long again for all of it.
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "halfstep needs Python 3.11 or newer, this is %d.%d: make PYTHON=python3.11 ..." % sys.version_info[:2])'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[torch,dev]'
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[torch,dev]'
 	@touch $(READY)
 
 run: $(READY)
@@ -22,6 +23,9 @@ run: $(READY)
 
 test: $(READY)
 	$(PYTEST)
+
+slow: $(READY)
+	$(PYTEST) -m slow
 
 check: $(READY)
 	$(BIN)/ruff format --check .

@@ -50,8 +50,9 @@ def test_a_short_step_is_drawn_whole():
     assert list(curve_of(trace).times) == list(range(trace.num_events + 1))
 
 
-def test_the_areas_are_those_of_the_true_steps_on_one_scale():
-    traces = [fake("charlm", policy, finds_growth=True) for policy in ("fp32", "bf16")]
+@pytest.mark.parametrize("workload", ["mlp", pytest.param("charlm", marks=pytest.mark.slow)])
+def test_the_areas_are_those_of_the_true_steps_on_one_scale(workload):
+    traces = [fake(workload, policy, finds_growth=True) for policy in ("fp32", "bf16")]
     figure = memory_figure(traces)
     for trace, axis in zip(traces, ("x", "x2"), strict=True):
         drawn = areas(figure, axis)
