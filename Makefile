@@ -10,12 +10,12 @@ PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 setup: $(READY)
 
-# The stamp is written last, so a set-up that was interrupted starts again. Python compiles what is imported, which is a
-# small part of what is installed: pip would take as long again for all of it.
+# The stamp is written last, so a set-up that was interrupted starts again. pip compiles on one core, compileall on all.
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "halfstep needs Python 3.11 or newer, this is %d.%d: make PYTHON=python3.11 ..." % sys.version_info[:2])'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[torch,dev]'
+	@$(BIN)/python -W ignore -m compileall -qq -j 0 $(VENV)/lib || true
 	@touch $(READY)
 
 run: $(READY)

@@ -24,7 +24,12 @@ def blocks(page, language):
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.S | re.M)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+SLOW = ("measure.md", "plan.md")  # processes of their own; README's commands do the same
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(p, marks=[pytest.mark.slow] * (p.name in SLOW)) for p in PAGES], ids=NAMES
+)
 def test_python_of_a_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     namespace = {"__name__": "__main__"}

@@ -46,6 +46,7 @@ def test_the_peak_without_some_storages(seed):
 # --- exact: the prediction is the difference of two true steps -------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_fused_optimizer_saves_what_is_said():
     saving = optimizer_temporaries(fake(spec("few"), finds_growth=True))
     assert saving.nbytes == real_saving("few", "few_fused", finds_growth=True)
@@ -54,6 +55,7 @@ def test_a_fused_optimizer_saves_what_is_said():
     assert optimizer_temporaries(fake(spec("few_fused"))) is None
 
 
+@pytest.mark.slow
 def test_gradients_that_wait_cost_what_is_said():
     saving = accumulation(fake(spec("window")))
     assert saving.nbytes == real_saving("window", "window_of_one")
@@ -87,6 +89,7 @@ def test_checkpointing_saves_at_most_what_is_said():
     assert checkpointing(replace(fake(spec("many")), techniques=("checkpointing",))) is None
 
 
+@pytest.mark.slow
 def test_a_loss_in_pieces_saves_at_most_what_is_said():
     saving = loss(fake(spec("classes")))
     real = real_saving("classes", "classes_in_pieces")
@@ -94,6 +97,7 @@ def test_a_loss_in_pieces_saves_at_most_what_is_said():
     assert 0.8 * saving.nbytes < real <= saving.nbytes
 
 
+@pytest.mark.slow
 def test_frozen_weights_in_sixteen_bits_save_at_least_what_is_said():
     trace = fake(spec("frozen"))
     saving = frozen_base(trace)
@@ -225,6 +229,7 @@ def test_a_copy_of_tokens_is_no_wide_input():
 # --- against another policy -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_both_peaks_in_the_optimizer():
     reference, trace = (fake(spec("few"), policy, finds_growth=True) for policy in ("fp32", "bf16"))
     text = no_saving("fp32", reference, "bf16", trace, tokens_per_sample=10)

@@ -65,6 +65,7 @@ def test_snapshot_opens_with_torch(planned):
     assert "<html" in _memory_viz.trace_plot(snapshot).lower() or "<script" in _memory_viz.trace_plot(snapshot).lower()
 
 
+@pytest.mark.slow
 def test_a_step_is_divided_over_ranks():
     one = plan("mlp", ["bf16", "bf16 master=copy"], num_ranks=4)
     peaks = [peak for policy, peak in one.sharded if policy == "bf16"]
@@ -75,6 +76,7 @@ def test_a_step_is_divided_over_ranks():
     assert "is not derived" in refused
 
 
+@pytest.mark.slow
 def test_a_batch_is_planned_without_its_data():
     small, large = (plan("mlp", ["fp32"], batch_size=n).plans[0].trace for n in (32, 64))
     assert (small.batch_size, large.batch_size) == (32, 64)

@@ -235,6 +235,7 @@ def middle(page, chart):
     return box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
 
 
+@pytest.mark.slow
 def test_the_pointer_shows_the_numbers_of_its_step_in_every_chart(open_page):
     page = open_page(f"/run/odd/{EVIL}")
     drawn(page, "loss", "grad_norm")
@@ -403,6 +404,7 @@ def test_a_live_step_arrives_a_zoom_stays_and_a_deleted_run_is_told(open_page, t
         page.close()
 
 
+@pytest.mark.slow
 def test_a_run_that_never_was_and_one_without_a_finite_loss(open_page, tmp_path):
     slow = Step(31, 1e9 + 60, math.inf, 2.0, 65536.0).to_entry()
     Run(tmp_path, "bad", 30, slow, loss=lambda step: math.inf)
@@ -447,6 +449,7 @@ def test_runs_are_compared_in_one_chart_and_one_that_is_deleted_leaves(open_page
         page.close()
 
 
+@pytest.mark.slow
 def test_a_server_that_is_gone_or_refuses_is_told_until_it_is_back(open_page):
     page = open_page("/run/fails", expects=["Failed to load resource"])
     drawn(page, "loss")
@@ -467,6 +470,7 @@ def test_a_server_that_is_gone_or_refuses_is_told_until_it_is_back(open_page):
     told("This page needs its token: open the whole address that halfstep watch printed.", refusal(401, "no token"))
 
 
+@pytest.mark.slow
 def test_nothing_is_drawn_or_sent_again_while_nothing_changes(open_page):
     page = open_page("/run/long")
     drawn(page, "loss", "grad_norm")

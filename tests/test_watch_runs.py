@@ -8,7 +8,8 @@ import pytest
 
 from halfstep.errors import HalfstepError
 from halfstep.watch import runs as runs_module
-from halfstep.watch.runs import Runs
+from halfstep.watch.log import file_of
+from halfstep.watch.runs import Runs, no_run
 
 
 def make(folder, rank=0):
@@ -203,3 +204,11 @@ def test_a_folder_that_is_not_there(tmp_path):
         found.names()
     with pytest.raises(HalfstepError, match="there is no such run"):
         found.folder_of("a")
+
+
+def test_a_folder_of_runs_is_no_run_and_names_them(tmp_path):
+    for name in ("b", "exp/a"):
+        (tmp_path / name).mkdir(parents=True)
+        file_of(tmp_path / name, 0).touch()
+    assert str(no_run(tmp_path)).endswith("with entries in it. Name a run in it: b, exp/a.")
+    assert str(no_run(tmp_path / "nowhere")).endswith("Name the folder of a run, as in Stepper(log=...).")

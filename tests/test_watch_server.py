@@ -594,7 +594,7 @@ def test_it_serves_until_ctrl_c_with_connections_open(runs):
         ({"host": "no such name"}, "--host no such name: nothing has this name"),
         ({"host": "192.0.2.1"}, "--host 192.0.2.1: this machine has no such address"),
         ({"port": 70000}, "--port 70000"),
-        ({"token": "short"}, "the token: it is too short"),
+        ({"token": "short"}, "it is too short, too long"),
         ({"token": "with a space in it, and long"}, "the token"),
     ],
 )

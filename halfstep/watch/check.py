@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from halfstep.errors import HalfstepError
 from halfstep.events import Alert
 from halfstep.report import Cell, Report, Sheet, Table, count_text
 from halfstep.watch.entry import Entry, RunStart
@@ -21,11 +20,11 @@ from halfstep.watch.reading import Tail, ranks_of
 from halfstep.watch.rules.stalled import RULE as STALLED
 from halfstep.watch.rules.stalled import usual_pause
 from halfstep.watch.run_state import STATES, state_of
+from halfstep.watch.runs import no_run
 from halfstep.watch.settings import Watch
 
 _TONES = {"error": "bad", "warning": "open", "note": ""}
 _CHUNK = 2**20
-_FIX = "Name the folder of a run, as in Stepper(log=...)."
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,7 @@ def check(folder: str | os.PathLike[str], settings: Watch | None = None) -> Chec
     replays = [_Replay(folder, rank, settings, band) for rank in ranks_of(folder)]
     unread = tuple(replay.rank for replay in replays if replay.is_empty)
     if len(unread) == len(replays):
-        raise HalfstepError(f"run {folder}", "it holds no log, rank-00000.jsonl, with entries in it", _FIX)
+        raise no_run(folder)
     alerts = [alert for replay in replays for alert in replay.alerts]
     worst = min(replays, key=lambda replay: STATES.index(replay.state))
     return CheckReport(

@@ -15,6 +15,7 @@ from halfstep.report import Report, Sheet, count_text
 from halfstep.watch.entry import Entry, Step
 from halfstep.watch.exporters import exporter_of
 from halfstep.watch.reading import ranks_of, read_entries
+from halfstep.watch.runs import no_run
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def export(folder: str | os.PathLike[str], target: str) -> ExportReport:
     name = Path(folder).resolve().name
     ranks = ranks_of(folder)
     if not ranks:
-        raise HalfstepError(f"run {folder}", "it holds no log (rank-00000.jsonl)", "Name a folder of Stepper(log=...).")
+        raise no_run(folder)
     entries = _entries(folder, ranks)
     entries = chain([next(entries)], entries)  # a log that holds nothing starts no run elsewhere
     exporter = exporter_of(target, name)

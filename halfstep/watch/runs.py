@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from halfstep.errors import HalfstepError
+from halfstep.errors import HalfstepError, and_more
 
 DEPTH = 4
 """Folders that a run may lie deep."""
@@ -114,3 +114,13 @@ def _is_plain(part: str) -> bool:
 
 def _no_folder(folder: Path) -> HalfstepError:
     return HalfstepError(f"folder {folder}", "it is not there, or is no folder", "Name the folder of your runs.")
+
+
+def no_run(folder: str | os.PathLike[str]) -> HalfstepError:
+    """The error for a ``folder`` that should be of a run; where it holds runs it names them."""
+    try:
+        names = [name for name in Runs(folder).names() if Path(folder, name).is_dir()]  # not the folder itself
+    except HalfstepError:
+        names = []
+    fix = f"Name a run in it: {and_more(names)}." if names else "Name the folder of a run, as in Stepper(log=...)."
+    return HalfstepError(f"run {folder}", "it holds no log, rank-00000.jsonl, with entries in it", fix)

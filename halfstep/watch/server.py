@@ -60,7 +60,11 @@ def serve(
     """
     if token is not None and not _TOKEN.fullmatch(token):
         fix = "Use 16 to 200 letters, digits, and - _ . ~, or leave it out to have one made."
-        raise HalfstepError("the token", "it is too short, too long, or has a sign that an address cannot hold", fix)
+        raise HalfstepError(
+            "the token (HALFSTEP_WATCH_TOKEN)",
+            "it is too short, too long, or has a sign that an address cannot hold",
+            fix,
+        )
     try:
         import uvicorn
     except ModuleNotFoundError as error:
