@@ -135,6 +135,7 @@ def test_without_growth_nothing_is_known():
     assert saves_from(unknown, known) is None
 
 
+@pytest.mark.slow
 def test_a_true_step_of_another_batch_has_the_peak_that_its_line_has():
     line = PeakLine.of(fake("charlm", finds_growth=True))
     for batch_size in (5, 40):

@@ -106,6 +106,7 @@ def test_a_batch_is_copied_and_has_the_size_asked_for():
     assert run.batch_size == BATCH
 
 
+@pytest.mark.slow
 def test_live_memory_is_that_of_every_later_window():
     run, memory = live_memory(build(Subject(spec("sgd"))), "fp32", "cpu", None)
     weights = sum(p.nbytes for p in run.stepper.model.parameters())

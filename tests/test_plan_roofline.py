@@ -198,6 +198,7 @@ def resnet50():
     return counted | {"tf32": replace(counted["fp32"], kernels=as_tf32)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("card", "policy"), PUBLISHED)
 def test_no_published_speed_of_resnet_50_is_above_its_bound(resnet50, card, policy):
     bound = bound_of(resnet50[policy], ceilings_of(target_of(card)), 256)

@@ -194,6 +194,7 @@ def test_a_table_shows_what_each_costs():
     assert [str(cell) for cell in table.rows[2]] == ["bf16 + 4bit", "cannot run", "", "", "", "4bit: no. Leave it"]
 
 
+@pytest.mark.slow
 def test_a_real_search():
     plans = [plan_of("bf16", traced("llama", "bf16", batch_size=BATCH))]
     subject, target = Subject(spec("llama"), BATCH), target_of(None, 1)

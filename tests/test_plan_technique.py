@@ -91,6 +91,7 @@ def largest_in_forward(trace, component):
     return max(trace.at(time).components.get(component, 0) for time in range(start, end))
 
 
+@pytest.mark.slow
 def test_with_checkpointing_the_cache_is_what_keeps_casts():
     kept = largest_in_forward(traced("llama", "bf16", "checkpointing"), "16-bit weights")
     uncached = largest_in_forward(traced("llama", "bf16", "checkpointing", "uncached"), "16-bit weights")
@@ -98,6 +99,7 @@ def test_with_checkpointing_the_cache_is_what_keeps_casts():
     assert uncached == 2 * max(WIDTH * INNER, VOCABULARY * WIDTH)  # one at a time
 
 
+@pytest.mark.slow
 def test_forms_differ_in_the_temporaries_of_the_step():
     # foreach makes one list as large as all weights: 4 bytes each. fused makes none.
     assert largest(traced("llama", "fp32", "foreach"), "step temporaries") >= 4 * NUM_PARAMETERS

@@ -125,6 +125,7 @@ def test_the_process_of_the_caller_needs_no_torch():
     assert json.loads(done.stdout)["policies"][0]["policy"] == "fp32"
 
 
+@pytest.mark.slow
 def test_exit_status_is_one_where_nothing_fits(capsys):
     assert run(["plan", "mlp", "--policies", "fp32", "--memory", "0.1"]) == 1
     assert "does not fit into 0.1 GiB" in capsys.readouterr().out

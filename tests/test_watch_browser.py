@@ -271,6 +271,7 @@ def test_an_alert_stands_in_the_charts_and_in_the_list_and_a_click_goes_there(op
     says(page, ".place", f"step {SPIKE:,}")
 
 
+@pytest.mark.slow
 def test_a_failed_run_has_its_worst_alert_on_top_its_end_where_it_failed_and_marks_of_nan(open_page):
     page = open_page("/run/fails")
     page.emulate_media(color_scheme="light")
