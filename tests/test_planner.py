@@ -92,7 +92,11 @@ def test_a_batch_is_planned_without_its_data():
         (["mlp", "--memory", "-1"], ["memory of -1 GiB"]),
         (["mlp", "--policies", "bf17"], ["bf17", "auto, fp32, tf32, bf16, fp16"]),
         (["mlp", "--policies", ","], ["a plan without a policy"]),
-        (["mlp", "--card", "T4", "--policies", "bf16"], ["T4 cannot compute bf16", "Use fp16"]),
+        pytest.param(
+            ["mlp", "--card", "T4", "--policies", "bf16"],
+            ["T4 cannot compute bf16", "Use fp16"],
+            marks=pytest.mark.slow,  # refused in a worker, as the workload that is none below
+        ),
         (["mlp", "--ranks", "0"], ["0 ranks"]),
         (["nothing"], ["workload 'nothing'"]),
         (["mlp", "--snapshot", "nowhere/plan.pickle"], ["there is no directory nowhere"]),
