@@ -24,7 +24,6 @@ from halfstep.watch.runs import no_run
 from halfstep.watch.settings import Watch
 
 _TONES = {"error": "bad", "warning": "open", "note": ""}
-_CHUNK = 2**20
 
 
 @dataclass(frozen=True)
@@ -142,11 +141,9 @@ class _Replay:
         self._guard = Guard(RunStart(0.0, rank, session="of a log without its first line"), settings, band)
         self._run: Entry | None = None
         self._end: Entry | None = None
-        tail, before = Tail(file_of(folder, rank)), -1
-        while tail.offset != before:
-            before = tail.offset
-            for _, entry in tail.read(_CHUNK):
-                self._see(entry)
+        tail = Tail(file_of(folder, rank))
+        for entry in tail.rest():
+            self._see(entry)
         self.num_torn = tail.num_torn
         self._judge_end(time.time())
 

@@ -62,6 +62,14 @@ class Tail:
             pass  # gone, or a network file system that fails for now
         return entries
 
+    def rest(self) -> Iterator[Entry]:
+        """The entries up to what is the end of the file now, read piece by piece."""
+        before = -1
+        while self.offset != before:
+            before = self.offset
+            for _, entry in self.read(_PIECE):
+                yield entry
+
     def _find(self, file: FileIO) -> None:
         """Begin anew if the file is not the one that was read."""
         file.seek(max(0, self.offset - len(self._mark)))
@@ -132,12 +140,10 @@ def read_entries(folder: str | os.PathLike[str], rank: int) -> Iterator[Entry]:
 
 
 def _entries(tail: Tail) -> Iterator[Entry]:
-    is_empty, before = True, -1
-    while tail.offset != before:
-        before = tail.offset
-        for _, entry in tail.read(_PIECE):
-            is_empty = False
-            yield entry
+    is_empty = True
+    for entry in tail.rest():
+        is_empty = False
+        yield entry
     if is_empty:
         raise HalfstepError(f"log {tail.path}", "no line of it is an entry", "Name the folder of a run.")
 

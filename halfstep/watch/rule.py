@@ -9,6 +9,7 @@ from typing import Literal
 from halfstep.watch.window import Window
 
 Severity = Literal["error", "warning", "note"]
+"""The worst first."""
 
 
 @dataclass(frozen=True)

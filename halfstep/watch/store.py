@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from halfstep.errors import HalfstepError
 from halfstep.watch import metrics
@@ -22,6 +22,7 @@ from halfstep.watch.intake import Intake, Progress
 from halfstep.watch.layers import layers
 from halfstep.watch.log import file_of
 from halfstep.watch.reading import Tail, open_log, ranks_of
+from halfstep.watch.rule import Severity
 from halfstep.watch.run_state import State, state_of
 
 _CHUNK = 256 * 1024
@@ -36,7 +37,7 @@ _ALERTS = (
     "WHERE kind = 'alert' GROUP BY 1, 2 ORDER BY 1, 2"
 )
 """Rule, severity and how often."""
-_WORST_FIRST = ("error", "warning", "note")
+_WORST_FIRST = get_args(Severity)
 T = TypeVar("T")
 
 
