@@ -5,8 +5,8 @@ import logging
 
 import pytest
 import torch
+from reference.planted_gradient import Net
 from reference.reads import Reads
-from torch import nn
 
 from halfstep import Stepper
 from halfstep.events import Alert
@@ -19,35 +19,11 @@ pytestmark = pytest.mark.usefixtures("kernels_stay")
 X = torch.linspace(-2, 2, 64).reshape(8, 8).sin()
 
 
-class _Multiply(torch.autograd.Function):
-    """Passes on what it gets, and a multiple of the gradient."""
-
-    @staticmethod
-    def forward(ctx, x, factor):
-        ctx.factor = factor
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * ctx.factor, None
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.body, self.head = nn.Linear(8, 16), nn.Linear(16, 1)
-        self.factor = 1.0
-
-    def forward(self, x):
-        return self.head(_Multiply.apply(self.body(x), self.factor).tanh())
-
-
 class Loop:
     """Trains a small net. factor(step) multiplies the gradient of its body, loss(step) the loss."""
 
     def __init__(self, policy, factor=lambda step: 1.0, loss=lambda step: 1.0, **options):
-        self.model, self.events, self.factor, self.loss = Net(), [], factor, loss
+        self.model, self.events, self.factor, self.loss = Net(8), [], factor, loss
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)
         self.stepper = Stepper(self.model, optimizer, policy, sinks=[self.events.append], **options)
         self.reports = []

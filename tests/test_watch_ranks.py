@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from halfstep import Stepper
 from halfstep.events import Alert
+from reference.planted_gradient import Net
 
 torch.set_num_threads(1)
 folder = sys.argv[1]
@@ -24,30 +25,8 @@ rank = int(child == 0)
 os.environ.update(RANK=str(rank), WORLD_SIZE="2")
 
 
-class Multiply(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, factor):
-        ctx.factor = factor
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * ctx.factor, None
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.body, self.head = nn.Linear(4, 8), nn.Linear(8, 1)
-        self.factor = 1.0
-
-    def forward(self, x):
-        return self.head(Multiply.apply(self.body(x), self.factor).tanh())
-
-
 def train(num_steps, factor, loss, **options):
-    net = Net()
+    net = Net(4)
     events = []
     model = nn.parallel.DistributedDataParallel(net)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
@@ -92,7 +71,12 @@ finally:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    environment = {**os.environ, "PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{HERE.parent}{os.pathsep}{HERE}",
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", SCRIPT, str(folder)],
         env=environment, capture_output=True, text=True, timeout=100,
