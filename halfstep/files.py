@@ -1,9 +1,10 @@
-"""Writing a file whole or not at all."""
+"""Writing a file whole or not at all, and a folder of generated pages."""
 
 from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from halfstep.errors import HalfstepError
@@ -26,3 +27,14 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
         raise HalfstepError(
             f"output file {target}", f"it cannot be written ({error.strerror})", "Name a file in a folder that exists."
         ) from None
+
+
+def write_pages(directory: str | os.PathLike[str], pages: Mapping[str, str], is_ours: Callable[[Path], bool]) -> None:
+    """Write generated ``pages`` into ``directory``, made if need be; other pages that are ours are removed."""
+    folder = Path(directory)
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.glob("*.md"):
+        if old.name not in pages and is_ours(old):
+            old.unlink()
+    for name, text in pages.items():
+        (folder / name).write_text(text, encoding="utf-8", newline="\n")

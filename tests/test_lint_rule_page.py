@@ -14,7 +14,7 @@ import halfstep.lint.rule_page
 from halfstep.errors import HalfstepError
 from halfstep.lint.catalogue import catalogue
 from halfstep.lint.rule import Rule
-from halfstep.lint.rule_page import find_rule, index_page, pages, rule_page, write_pages
+from halfstep.lint.rule_page import find_rule, index_page, pages, rule_page, write
 
 DOCS = Path(__file__).parent.parent / "docs" / "rules"
 RULES = list(catalogue().values())
@@ -91,11 +91,11 @@ def test_the_index_names_every_rule_once():
 
 def test_writing_makes_the_folder_and_removes_pages_of_rules_that_are_gone(tmp_path):
     folder = tmp_path / "docs" / "rules"
-    write_pages(folder)
+    write(folder)
     (folder / "HS999.md").write_text("old")
     (folder / "mine.md").write_text("kept")
     (folder / "HS001.md").write_text("stale")
-    write_pages(folder)
+    write(folder)
     assert {file.name for file in folder.iterdir()} == {*pages(), "mine.md"}
     assert (folder / "HS001.md").read_text(encoding="utf-8") == rule_page(find_rule("unused-noqa"))
 

@@ -16,7 +16,7 @@ import halfstep.watch.rule_page
 from halfstep.watch.entry import RunStart
 from halfstep.watch.guard import Guard, all_rules
 from halfstep.watch.rule import Rule
-from halfstep.watch.rule_page import index_page, pages, rule_page, write_pages
+from halfstep.watch.rule_page import index_page, pages, rule_page, write
 from halfstep.watch.settings import Watch
 
 DOCS = Path(__file__).parent.parent / "docs" / "alerts"
@@ -106,11 +106,11 @@ def test_the_index_names_every_rule_once():
 
 def test_writing_makes_the_folder_and_removes_only_pages_of_rules_that_are_gone(tmp_path):
     folder = tmp_path / "docs" / "alerts"
-    write_pages(folder)
+    write(folder)
     (folder / "gone.md").write_text((folder / "stalled.md").read_text(encoding="utf-8"), encoding="utf-8")
     (folder / "mine.md").write_text("kept")
     (folder / "stalled.md").write_text("stale")
-    write_pages(folder)
+    write(folder)
     assert {file.name for file in folder.iterdir()} == {*pages(), "mine.md"}
     assert (folder / "stalled.md").read_text(encoding="utf-8") == rule_page(all_rules()["stalled"])
 

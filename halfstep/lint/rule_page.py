@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from halfstep.errors import HalfstepError
+from halfstep.files import write_pages
 from halfstep.lint.catalogue import catalogue, did_you_mean
 from halfstep.lint.rule import Rule
 
@@ -69,14 +70,9 @@ def pages() -> dict[str, str]:
     return {"index.md": index_page()} | {f"{rule.code}.md": rule_page(rule) for rule in catalogue().values()}
 
 
-def write_pages(directory: str | Path) -> None:
+def write(directory: str | Path) -> None:
     """Writes every page into ``directory``, made if need be, and removes the pages of rules that are no more."""
-    folder = Path(directory)
-    folder.mkdir(parents=True, exist_ok=True)
-    for old in {file.name for file in folder.glob("HS*.md")} - pages().keys():
-        (folder / old).unlink()
-    for name, text in pages().items():
-        (folder / name).write_text(text, encoding="utf-8", newline="\n")
+    write_pages(directory, pages(), lambda old: old.name.startswith("HS"))
 
 
 def find_rule(code: str) -> Rule:
@@ -93,4 +89,4 @@ def _block(rule: Rule, source: str) -> str:
 
 
 if __name__ == "__main__":
-    write_pages(*sys.argv[1:])
+    write(*sys.argv[1:])

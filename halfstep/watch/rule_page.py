@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from halfstep.files import write_pages
 from halfstep.watch.guard import all_rules
 from halfstep.watch.rule import Rule
 
@@ -73,15 +74,9 @@ def pages() -> Mapping[str, str]:
     return {"index.md": index_page()} | {f"{name}.md": rule_page(rule) for name, rule in all_rules().items()}
 
 
-def write_pages(directory: str | Path) -> None:
+def write(directory: str | Path) -> None:
     """Write every page into ``directory``, made if need be, and remove the pages of rules that are no more."""
-    folder = Path(directory)
-    folder.mkdir(parents=True, exist_ok=True)
-    for old in folder.glob("*.md"):
-        if old.name not in pages() and old.read_text(encoding="utf-8").startswith(_HEAD):
-            old.unlink()
-    for name, text in pages().items():
-        (folder / name).write_text(text, encoding="utf-8", newline="\n")
+    write_pages(directory, pages(), lambda old: old.read_text(encoding="utf-8").startswith(_HEAD))
 
 
 def _block(language: str, source: str) -> str:
@@ -89,4 +84,4 @@ def _block(language: str, source: str) -> str:
 
 
 if __name__ == "__main__":
-    write_pages(*sys.argv[1:])
+    write(*sys.argv[1:])
