@@ -31,23 +31,25 @@ class StepReport:
         self,
         step: int,
         read: Callable[[], Sequence[float]],
-        explain: Callable[[float, float], str],
+        explain: Callable[..., str],
         num_replays: int = 0,
         nonfinite_share: float | None = None,
     ) -> None:
-        """``read`` gives (loss, grad_norm, scale, 1.0 if skipped else 0.0), ``explain(loss, norm)`` why skipped."""
+        """``read`` gives (loss, grad_norm, scale, 1.0 if skipped else 0.0, and what more ``explain`` takes).
+
+        ``explain(loss, norm, *more)`` says why the step was skipped.
+        """
         self.step, self.num_replays = step, num_replays
         self._read, self._explain = read, explain
-        self._values: tuple[float, float, float, float] | None = None
+        self._values: Sequence[float] | None = None
         self._share = nonfinite_share
 
-    def _get(self) -> tuple[float, float, float, float]:
+    def _get(self) -> Sequence[float]:
         if self._values is None:
-            loss, norm, scale, skipped = self._read()
-            self._values = (loss, norm, scale, skipped)
+            self._values = self._read()
         return self._values
 
-    def arrived(self, values: tuple[float, float, float, float]) -> None:
+    def arrived(self, values: Sequence[float]) -> None:
         """Its numbers have come from the device without anybody waiting."""
         self._values = values
 
@@ -69,7 +71,7 @@ class StepReport:
 
     @property
     def reason(self) -> str | None:
-        return None if self.applied else self._explain(self.loss, self.grad_norm)
+        return None if self.applied else self._explain(self.loss, self.grad_norm, *self._get()[4:])
 
     @property
     def nonfinite_share(self) -> float | None:

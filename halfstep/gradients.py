@@ -31,7 +31,7 @@ def add_gradients(sums: Gradients, gradients: Gradients) -> None:
     """Add each gradient to the sum of its parameter, in place; a parameter's first one becomes the sum."""
     both = [p for p in gradients if p in sums]
     if both:
-        torch._foreach_add_([sums[p] for p in both], [gradients[p] for p in both])
+        torch._foreach_add_([local_of(sums[p]) for p in both], [local_of(gradients[p]) for p in both])
     sums.update({p: g for p, g in gradients.items() if p not in sums})
 
 
@@ -53,7 +53,13 @@ def dropping_gradients(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
 def divide(gradients: Iterable[torch.Tensor], divisor: torch.Tensor | float) -> None:
     """Divide each gradient, in place."""
     if not is_one(divisor):
-        torch._foreach_div_(list(gradients), divisor)
+        torch._foreach_div_([local_of(gradient) for gradient in gradients], divisor)
+
+
+def multiply(gradients: Iterable[torch.Tensor], factor: float) -> None:
+    """Multiply each gradient, in place."""
+    if values := [local_of(gradient) for gradient in gradients]:
+        torch._foreach_mul_(values, factor)
 
 
 def is_one(divisor: torch.Tensor | float) -> bool:
@@ -93,7 +99,7 @@ def nonfinite_share(gradients: Iterable[torch.Tensor], finite: Iterable[torch.Te
     """The share of elements that are inf or NaN, with others that are known to be ``finite``. Reads from the device."""
     gradients = list(gradients)
     num_bad = sum(int((~torch.isfinite(values_of(gradient))).sum()) for gradient in gradients)
-    return num_bad / sum(gradient.numel() for gradient in (*gradients, *finite))
+    return num_bad / max(1, sum(local_of(gradient).numel() for gradient in (*gradients, *finite)))
 
 
 def is_not_finite(number: torch.Tensor) -> torch.Tensor:
@@ -102,5 +108,11 @@ def is_not_finite(number: torch.Tensor) -> torch.Tensor:
 
 
 def values_of(gradient: torch.Tensor) -> torch.Tensor:
-    """The elements of a gradient; those that a sparse one stores."""
-    return gradient.coalesce().values() if gradient.is_sparse else gradient
+    """The elements of a gradient that live here; those that a sparse one stores."""
+    return gradient.coalesce().values() if gradient.is_sparse else local_of(gradient)
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a DTensor that lives here, and any other tensor itself. It has the same memory."""
+    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local

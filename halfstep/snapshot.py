@@ -12,20 +12,20 @@ class RandomState:
     """The random state of torch on the CPU and on one device, from which dropout draws."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._cpu: torch.Tensor | None = None
         self._cuda: torch.Tensor | None = None
 
     def save(self) -> None:
         self._cpu = torch.get_rng_state()
-        if self._device.type == "cuda":
-            self._cuda = torch.cuda.get_rng_state(self._device)
+        if self.device.type == "cuda":
+            self._cuda = torch.cuda.get_rng_state(self.device)
 
     def restore(self) -> None:
         assert self._cpu is not None, "restore comes after save"
         torch.set_rng_state(self._cpu)
         if self._cuda is not None:
-            torch.cuda.set_rng_state(self._cuda, self._device)
+            torch.cuda.set_rng_state(self._cuda, self.device)
 
 
 class RunningStatistics:

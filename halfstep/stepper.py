@@ -34,7 +34,6 @@ from halfstep.errors import HalfstepError
 from halfstep.events import Alert, Overflow, Promotion, RunInfo, StepReport
 from halfstep.gradients import (
     Gradients,
-    add_gradients,
     dropping_gradients,
     gradients_of,
     nonfinite,
@@ -48,8 +47,10 @@ from halfstep.kernels import untraced
 from halfstep.master import Masters
 from halfstep.optimizer import apply, check_optimizer, check_step, unscale
 from halfstep.policy import Policy
+from halfstep.ranks.engine import check_ranks, ranks_of
 from halfstep.record import Producer
 from halfstep.region import Region
+from halfstep.replay import Fault, Replay
 from halfstep.report import Report
 from halfstep.scale import CHECK_EVERY, make_scale
 from halfstep.snapshot import RandomState, RunningStatistics
@@ -119,8 +120,11 @@ class Stepper:
             )
         if on_exhausted is not None:
             policy = replace(Policy.parse(policy), on_exhausted=on_exhausted)
-        self.region = Region(model, policy, hardware)
-        check_optimizer(model, optimizer, self.policy.master)
+        self.ranks = ranks_of(model, overlaps=Policy.parse(policy).master == "fp32")
+        module = self.ranks.module
+        self.region = Region(module, policy, hardware)
+        check_optimizer(module, optimizer, self.policy.master)
+        check_ranks(self.ranks, self.policy, explain)
         self._passes_closure = needs_closure(optimizer) if passes_closure is None else passes_closure
         if self._passes_closure and accumulate != 1:
             raise HalfstepError(
@@ -139,25 +143,27 @@ class Stepper:
         self.model, self.optimizer = model, optimizer
         self.accumulate, self.max_norm = accumulate, max_norm
         self.scheduler, self.on_applied, self.sinks = scheduler, on_applied, tuple(sinks)
-        self.masters = Masters(model, optimizer, self.policy)
+        self.masters = Masters(module, optimizer, self.policy)
         self.scale = make_scale(self.policy.scale, self.region.device)
         self.num_steps = 0
         self._keeps_casts = keep_casts and accumulate > 1
-        self._statistics = RunningStatistics(model)
-        self._replay_statistics = RunningStatistics(model)
-        self._random_state = RandomState(self.region.device)
+        self._statistics = RunningStatistics(module)
+        self._replay = Replay(module, optimizer, self.scale, self.ranks)
         self._can_replay = self.policy.on_overflow == "replay" and self.policy.scale.kind == "dynamic"
         self._unit: float | None = None
         self._explainer = Explainer(self.policy.scale, self.region.device) if explain else None
         self._promoted: list[str] = []
         self._had_hopeless = False  # whether the micro-batch before was one that no scale mends
+        # Of several ranks one may have a hook that the others lack; who reads the verdict, reads it on all.
+        gates = torch.tensor(float(scheduler is not None or on_applied is not None), device=self.region.device)
+        self._gates = bool(self.ranks.highest(gates))
         self._window = Window()
         self._watcher = self._make_watcher(log, watch)
 
     def _make_watcher(
         self, log: str | os.PathLike[str] | None, watch: Watch | str | os.PathLike[str] | bool
     ) -> Watcher | None:
-        lowers = may_lower(self.model, self.scale, watch is not False)
+        lowers = may_lower(self.ranks, self.scale, watch is not False)
         if watch is False:
             if log is not None:
                 raise HalfstepError(
@@ -171,7 +177,7 @@ class Stepper:
                 "Leave it out for the defaults.",
             )
         settings = watch if isinstance(watch, Watch) else Watch() if isinstance(watch, bool) else Watch.read(watch)
-        return Watcher(self.model, self.scale, self.policy, self.info, settings, log, self._tell, lowers)
+        return Watcher(self.ranks, self.scale, self.policy, self.info, settings, log, self._tell, lowers)
 
     @property
     def policy(self) -> Policy:
@@ -231,8 +237,20 @@ class Stepper:
 
     @untraced
     def flush(self) -> StepReport | None:
-        """End a window that is shorter than ``accumulate``, weighted by what it holds. None if it holds nothing."""
-        return self._end_window(None) if self._window.num_micro_batches else None
+        """End a window that is shorter than ``accumulate``, weighted by what it holds. None if it holds nothing.
+
+        Of several ranks all call it, at the same place; a rank that holds nothing takes part in what the others hold.
+        """
+        window = self._window
+        held = torch.tensor(float(window.num_micro_batches), device=self.region.device)
+        if not window.num_micro_batches:
+            if self.ranks.num == 1 or not self.ranks.highest(held).item():
+                return None
+            self._begin_micro_batch()
+            window.add(torch.zeros((), device=self.region.device), 0.0)
+        elif self.ranks.num > 1:
+            self.ranks.highest(held)
+        return self._end_window(None)
 
     def inference(self) -> AbstractContextManager[None]:
         """The policy's formats for evaluation: no gradients, no loss scale; see :meth:`Region.inference`."""
@@ -248,13 +266,14 @@ class Stepper:
         They run it in any format and at any scale, and nothing of this run changes.
         """
         scale, step, hardware = self.scale.value.item(), self.num_steps + 1, self.region.hardware
-        return Capture(self.model, closure, self.policy, scale=scale, unit=self._unit, step=step, hardware=hardware)
+        module, closure = self.ranks.module, self.ranks.quietly(closure)
+        return Capture(module, closure, self.policy, scale=scale, unit=self._unit, step=step, hardware=hardware)
 
     def update_meter(self, every: int = 100) -> UpdateMeter:
         """A meter of lost updates for the weights of this run, master weights included; see docs/lost-updates.md."""
         is_drawn = self.policy.master == "stochastic"
         exact = self.masters.values_at if self.masters else None
-        return UpdateMeter(self.model, self.optimizer, every=every, exact=exact, stochastic=is_drawn)
+        return UpdateMeter(self.ranks.module, self.optimizer, every=every, exact=exact, stochastic=is_drawn)
 
     def record(self, report: UpdateReport | Report) -> None:
         """Keep a report of ``update_meter()`` or of ``halfstep.explain.ranges_of`` in the log; rules look at it too."""
@@ -281,25 +300,54 @@ class Stepper:
             take_gradients(self.optimizer)
             self.masters.settle(self.policy)
             self._statistics.save()
+        self.ranks.begin(self._is_last)
         if self._keeps_casts:
             self.region.hold()
+
+    @property
+    def _is_last(self) -> bool:
+        """Whether the micro-batch that runs next, or now, is the last of its window."""
+        return self._window.num_micro_batches + 1 >= self.accumulate
 
     def _read_loss(self, result: Loss) -> tuple[torch.Tensor, float | torch.Tensor]:
         """The loss to differentiate and its count; the unit of scaled sums is fixed by the first count."""
         loss, count = read_loss(result, self.scale.value)
         if self._unit is None:
             self._unit = unit_of(count, self.scale.kind)
+            if self.scale.kind != "none":
+                # What is added up over ranks is in one unit.
+                unit = torch.tensor(self._unit, device=self.region.device)
+                self._unit = self.ranks.highest(unit).item()
         return loss, count
 
     def _differentiate(self, closure: Callable[[], Loss]) -> tuple[torch.Tensor, float | torch.Tensor]:
         """Loss and count of one micro-batch. Its gradient is added to the sums."""
         if self._can_replay:
-            return self._replay_until_finite(closure)
+            window = self._window
+            loss, count, is_finite = self._replay.run(
+                window,
+                self._is_last,
+                partial(self._run, closure),
+                partial(self._mend, closure),
+                is_current=lambda: self._window is window,
+            )
+            self._had_hopeless &= not is_finite
+            return loss, count
         if self._explainer:
             self._explainer.keep(closure)
         with self.region:
             loss, count = self._read_loss(closure())
         self._accumulate(loss)
+        return loss, count
+
+    def _run(
+        self, closure: Callable[[], Loss], kept: Iterable[torch.Tensor]
+    ) -> tuple[torch.Tensor, float | torch.Tensor]:
+        """One pass of a micro-batch, which keeps no gradient of the parameters ``kept``."""
+        with self.region:
+            loss, count = self._read_loss(closure())
+        with dropping_gradients(kept):
+            self._run_backward(loss)
         return loss, count
 
     def _run_backward(self, loss: torch.Tensor) -> None:
@@ -327,75 +375,32 @@ class Stepper:
         self.masters.sum_in_fp32()
         return None
 
-    # Replay.
+    # A micro-batch whose gradient is not finite.
 
-    def _replay_until_finite(self, closure: Callable[[], Loss]) -> tuple[torch.Tensor, float | torch.Tensor]:
-        """Run one micro-batch, and again at a lower scale while its gradient overflows.
+    def _mend(self, closure: Callable[[], Loss], fault: Fault) -> float | None:
+        """Lower the scale or promote a module, so that the micro-batch can run again; the scale's factor.
 
-        Parameters whose gradient was finite keep it, rescaled; only the others take the replayed one. The sums of
-        finished micro-batches wait aside meanwhile, which is the one extra gradient of memory. An exception leaves them
-        as they are, and nothing of this micro-batch.
+        None if nothing helps, or if it is not for one rank alone to decide.
         """
-        window = self._window
-        self._random_state.save()
-        self._replay_statistics.save()
-        sums = take_gradients(self.optimizer)
-        kept: dict[torch.Tensor, torch.Tensor] = {}
-        lowered = 1.0
-        try:
-            while True:
-                with self.region:
-                    loss, count = self._read_loss(closure())
-                with dropping_gradients(kept):
-                    self._run_backward(loss)
-                gradients = take_gradients(self.optimizer)
-                if not gradients:
-                    break
-                norms, norm = norms_of(gradients.values())
-                loss_value, norm_value = torch.stack([loss.detach().float(), norm]).tolist()
-                if math.isfinite(norm_value):
-                    window.norms = (norms, norm) if self.accumulate == 1 and not kept else None
-                    self._had_hopeless = False
-                    break
-                bad = nonfinite(gradients, norms)
-                window.nonfinite_share = nonfinite_share(gradients.values(), kept.values())
-                factor = 1.0
-                if self._explainer and (self.scale.is_exhausted() or not math.isfinite(loss_value)):
-                    self._tell(self._explainer.explain(self._capture(closure)))
-                if self.scale.is_exhausted():
-                    # A batch that brought the scale all the way down may be the only one; a second in a row is not.
-                    may_stop = lowered == 1.0 or self._had_hopeless
-                    if not self._promote_or_stop(closure, bad, self.num_steps + 1, may_stop):
-                        self._had_hopeless = True
-                        self.scale.undo(lowered)
-                        break
-                elif math.isfinite(loss_value):
-                    factor = self.scale.back_off() or 1.0
-                    lowered *= factor
-                elif not self._promote_makers_of_loss(closure):
-                    # The fault is in the forward pass, which no scale mends. As above, what is not finite stays in the
-                    # sums, so that the window's end skips it and lowers the scale once.
-                    break
-                missing = set(bad) if math.isfinite(loss_value) else set(gradients)
-                kept |= {p: g for p, g in gradients.items() if p not in missing}
-                del gradients
-                if at_old_scale := [*sums.values(), *kept.values()]:
-                    torch._foreach_mul_(at_old_scale, factor)
-                window.num_replays += 1
-                self._report_overflow(bad, factor)
-                self._random_state.restore()
-                self._replay_statistics.restore()
-            add_gradients(sums, kept | gradients)
-        except BaseException:
-            take_gradients(self.optimizer)
-            if self._window is window:
-                self._replay_statistics.restore()
-            else:
-                sums = {}  # stopped: the window is gone
-            raise
-        finally:
-            put_gradients(sums)
-        return loss, count
+        is_finite, is_exhausted = math.isfinite(fault.loss), self.scale.is_exhausted()
+        if self._explainer and (is_exhausted or not is_finite):
+            self._tell(self._explainer.explain(self._capture(closure)))
+        factor = 1.0
+        if is_exhausted:
+            # A batch that brought the scale all the way down may be the only one; a second in a row is not.
+            may_stop = (fault.lowered == 1.0 or self._had_hopeless) and not fault.is_alone
+            if fault.is_alone or not self._promote_or_stop(closure, fault.bad, self.num_steps + 1, may_stop):
+                self._had_hopeless = not fault.is_alone
+                self.scale.undo(fault.lowered)
+                return None
+        elif is_finite:
+            factor = self.scale.back_off() or 1.0
+        elif fault.is_alone or not self._promote_makers_of_loss(closure):
+            # The fault is in the forward pass, which no scale mends. As above, what is not finite stays in the sums,
+            # so that the window's end skips it and lowers the scale once.
+            return None
+        self._report_overflow(fault.bad, factor)
+        return factor
 
     def _promote_or_stop(
         self, closure: Callable[[], Loss] | None, bad: Sequence[torch.Tensor], step: int, may_stop: bool = True
@@ -407,16 +412,17 @@ class Stepper:
         """
         if self.policy.on_exhausted == "stop" and not may_stop:
             return False
-        producer = None if closure is None else self._capture(closure).find_producer()
+        found = None if closure is None else self._capture(closure).find_producer()
+        producer = next((each for each in self.ranks.gather(found) if each is not None), None)
         if self.policy.on_exhausted == "promote" and can_promote(producer, self.policy):
             self._promote(producer, step)
             return True
         if not may_stop:
             return False
         if self._can_replay and closure is not None:
-            self._random_state.restore()
+            self._replay.start.restore()
         self._drop_window()
-        error = exhausted(self.policy, step, _names(self.model, bad), producer)
+        error = exhausted(self.policy, step, _names(self.ranks.module, bad), producer)
         if self._watcher:
             self._watcher.alert("scale-exhausted", step, error)
         raise error
@@ -428,8 +434,9 @@ class Stepper:
         """
         if self.policy.on_exhausted == "stop":
             return False
-        makers = makers_of_loss(self._capture(closure))
-        for producer in makers:
+        of_ranks = self.ranks.gather(makers_of_loss(self._capture(closure)))
+        makers = {producer.module: producer for makers in of_ranks for producer in makers}
+        for producer in makers.values():
             self._promote(producer, self.num_steps + 1)
         return bool(makers)
 
@@ -441,15 +448,15 @@ class Stepper:
 
     def _capture(self, closure: Callable[[], Loss], start: RandomState | None = None) -> Capture:
         """A micro-batch of this window as it began: with ``start``, or as the last one that could be replayed."""
-        start = start or (self._random_state if self._can_replay else None)
-        statistics = self._replay_statistics if self._can_replay else self._statistics
-        with as_before(self.model, self.region.device, start, statistics):
+        start = start or (self._replay.start if self._can_replay else None)
+        statistics = self._replay.statistics if self._can_replay else self._statistics
+        with as_before(self.ranks.module, self.region.device, start, statistics):
             return self.capture(closure)
 
     def _report_overflow(self, bad: Sequence[torch.Tensor], factor: float) -> None:
         if self.sinks or self._watcher:
             scale = self.scale.value.item()
-            names = tuple(_names(self.model, bad))
+            names = tuple(_names(self.ranks.module, bad))
             window = self._window
             share = window.nonfinite_share or 0.0
             at = scale / factor
@@ -469,9 +476,13 @@ class Stepper:
     @torch.no_grad()
     def _end_window(self, closure: Callable[[], Loss] | None) -> StepReport:
         window = self._window
+        if self.ranks.is_pending:
+            if self._can_replay:
+                self._replay.agree(gradients_of(self.optimizer), window)
+            self.ranks.bring_together([p for group in self.optimizer.param_groups for p in group["params"]])
         gradients, verdict = self._judge(window)
         self.region.release()
-        is_replayed = self._can_replay and closure is not None
+        is_replayed = self._can_replay and closure is not None and not window.is_left
         needs_verdict = self._needs_verdict(is_replayed)
         # Step.
         applied: bool | None
@@ -498,7 +509,7 @@ class Stepper:
         self.num_steps += 1
         self.scale.update(verdict.overflow)
         self._clear_window()
-        why = partial(why_skipped, window.count)
+        why = partial(why_skipped, verdict.count)
         report = StepReport(self.num_steps, verdict.numbers.tolist, why, window.num_replays, window.nonfinite_share)
         if applied:
             if self._explainer:
@@ -525,7 +536,7 @@ class Stepper:
                 "no parameter of the optimizer got one",
                 "Build the optimizer over the parameters that the loss depends on.",
             )
-        return gradients, judge(window, gradients, self.scale, self._unit or 1.0, self.max_norm)
+        return gradients, judge(window, gradients, self.scale, self._unit or 1.0, self.max_norm, self.ranks)
 
     def _apply_by_closure(
         self, closure: Callable[[], Loss], window: Window, gradients: Gradients, verdict: Verdict
@@ -539,7 +550,7 @@ class Stepper:
 
         def evaluate() -> torch.Tensor:
             take_gradients(self.optimizer)
-            window.num_micro_batches, window.loss_sum, window.count, window.norms = 0, None, 0.0, None
+            window.num_micro_batches, window.loss_sum, window.count, window.total = 0, None, 0.0, None
             window.add(*self._differentiate(closure))
             with torch.no_grad():
                 gradients, verdict = self._judge(window)
@@ -552,7 +563,7 @@ class Stepper:
 
     def _needs_verdict(self, is_replayed: bool) -> bool:
         looks_at_scale = self.scale.kind == "dynamic" and (self.num_steps + 1) % CHECK_EVERY == 0 and not is_replayed
-        gates = self.scheduler is not None or self.on_applied is not None
+        gates = self._gates or self.scheduler is not None or self.on_applied is not None
         gates |= self._explainer is not None and self._explainer.is_waiting and not self._can_replay
         return gates or looks_at_scale or bool(self._statistics) or self._window.nonfinite_share is not None
 
@@ -576,7 +587,8 @@ class Stepper:
         The model, the optimizer and the scheduler keep their own. Loading it gives the same next step to the bit.
         """
         window = self._window
-        names: dict[torch.Tensor, str] = {parameter: name for name, parameter in self.model.named_parameters()}
+        named = self.ranks.module.named_parameters()
+        names: dict[torch.Tensor, str] = {parameter: name for name, parameter in named}
         gradients = gradients_of(self.optimizer) if window.num_micro_batches else {}
         if not gradients.keys() <= names.keys():
             raise HalfstepError(
@@ -621,7 +633,7 @@ class Stepper:
                 "it was written by something else",
                 "Pass what stepper.state_dict() returned, loaded with torch.load.",
             ) from None
-        parameters = dict(self.model.named_parameters())
+        parameters = dict(self.ranks.module.named_parameters())
         for name, gradient in gradients.items():
             if name not in parameters or parameters[name].shape != gradient.shape:
                 raise HalfstepError(

@@ -14,12 +14,11 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from halfstep.errors import HalfstepError
 from halfstep.events import Alert, RunInfo, StepReport
 from halfstep.policy import Policy
+from halfstep.ranks.one import Ranks
 from halfstep.readback import Readback
 from halfstep.report import json_number
 from halfstep.scale import NoScale
@@ -57,14 +56,14 @@ class Watcher:
     """Watches the steps of one process, for a Stepper.
 
     Nothing is waited for in a step: numbers are read when they have arrived, and at every EVERY-th step those that were
-    sent until the EVERY-th before it, which is long ago for the device. Then it is decided about the loss scale, of a
-    model under DistributedDataParallel by all ranks in the same step. Ranks that are not known to be replicas decide
-    nothing, since scales that part spoil gradients that are summed.
+    sent until the EVERY-th before it, which is long ago for the device. Then it is decided about the loss scale, by all
+    ranks of a model in the same step. Ranks that no engine brings together decide nothing, since scales that part spoil
+    gradients that are summed.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        ranks: Ranks,
         scale: NoScale,
         policy: Policy,
         info: RunInfo,
@@ -75,11 +74,8 @@ class Watcher:
     ) -> None:
         self._scale, self._may_lower = scale, may_lower
         self._device = scale.value.device
-        self._replicas = _replicas_of(model)
-        plain: nn.Module = model if self._replicas is None else self._replicas.module
-        names: dict[int, str] = {id(parameter): name for name, parameter in model.named_parameters()}
-        names.update({id(parameter): name for name, parameter in plain.named_parameters()})
-        self._names = names
+        self._ranks = ranks
+        self._names = {id(parameter): name for name, parameter in ranks.module.named_parameters()}
         rank, num_ranks = _rank()
         run = RunStart(
             time=time.time(),
@@ -91,7 +87,7 @@ class Watcher:
             policy=str(policy),
             scale=asdict(scale.settings),
             info=info.to_dict(),
-            num_elements=sum(p.numel() for p in model.parameters() if p.requires_grad),
+            num_elements=sum(p.numel() for p in ranks.module.parameters() if p.requires_grad),
             can_lower=may_lower,
         )
         # Weakly, since a stepper and its watcher would keep each other, and an open region, until a garbage collection.
@@ -191,8 +187,9 @@ class Watcher:
 
     def _keep_step(self, waiting: _Waiting, tensors: Sequence[torch.Tensor]) -> None:
         report, verdict, share = waiting.report, waiting.verdict, waiting.nonfinite_share
-        loss, grad_norm, scale, skipped = tensors[0].tolist()
-        report.arrived((loss, grad_norm, scale, skipped))
+        numbers = tensors[0].tolist()
+        report.arrived(numbers)
+        loss, grad_norm, scale, skipped, *faults = numbers
         count = tensors[2].item() if isinstance(verdict.count, torch.Tensor) else verdict.count
         bad = _not_finite(verdict.parameters, tensors[1].tolist()) if skipped else []
         self._keep(
@@ -203,7 +200,7 @@ class Watcher:
                 grad_norm,
                 scale,
                 not skipped,
-                why_skipped(count, loss, grad_norm) if skipped else None,
+                why_skipped(count, loss, grad_norm, *faults) if skipped else None,
                 report.num_replays,
                 0.0 if share is None and not skipped else share,
                 _num_elements(bad) / max(1, _num_elements(verdict.parameters)) if bad else 0.0,
@@ -230,32 +227,22 @@ class Watcher:
         if not self._may_lower:
             return
         lowers = self.session.lowers_scale
-        if self._replicas is not None:
-            if self._replicas._join_config.enable:
-                return  # DDP answers in the name of ranks without data, and knows its own collectives alone
+        if self._ranks.num > 1:
             lowers, self._agrees = self._agrees, False
             answer = torch.full((), float(self.session.lowers_scale and not lowers), device=self._device)
-            torch.distributed.all_reduce(answer, torch.distributed.ReduceOp.MIN, self._replicas.process_group)
-            self._readback.put(None, answer)
+            self._readback.put(None, self._ranks.lowest(answer))
         if lowers and self._scale.back_off() is not None:
             self._keep({"kind": "reduction", "time": time.time(), "step": step, "scale": self._scale.value.item()})
 
 
-def may_lower(model: nn.Module, scale: NoScale, watches: bool) -> bool:
-    """Whether the guard may lower the scale: in one process alone, or in replicas that are all watched.
+def may_lower(ranks: Ranks, scale: NoScale, watches: bool) -> bool:
+    """Whether the guard may lower the scale: in one process alone, or on ranks that are all watched.
 
-    Replicas find that out together, so every rank asks, also one that ``watches`` nothing.
+    Ranks find that out together, so each of them asks, also one that ``watches`` nothing.
     """
-    replicas = _replicas_of(model)
-    if scale.kind != "dynamic" or replicas is None:
+    if scale.kind != "dynamic" or ranks.num == 1:
         return scale.kind == "dynamic" and _rank()[1] == 1
-    answer = torch.full((), float(watches), device=scale.value.device)
-    torch.distributed.all_reduce(answer, torch.distributed.ReduceOp.MIN, replicas.process_group)
-    return bool(answer.item())
-
-
-def _replicas_of(model: nn.Module) -> DistributedDataParallel | None:
-    return next((module for module in model.modules() if isinstance(module, DistributedDataParallel)), None)
+    return bool(ranks.lowest(torch.full((), float(watches), device=scale.value.device)).item())
 
 
 def _text(error: BaseException) -> str:

@@ -9,6 +9,7 @@ import torch
 
 from halfstep.errors import HalfstepError
 from halfstep.gradients import Gradients, is_not_finite, is_one, norms_of
+from halfstep.ranks.one import Ranks, Total
 from halfstep.scale import NoScale
 
 Loss = torch.Tensor | tuple[torch.Tensor, "int | float | torch.Tensor"]
@@ -24,15 +25,20 @@ class Window:
     count: torch.Tensor | float = 0.0
     num_replays: int = 0
     nonfinite_share: float | None = None
-    norms: tuple[torch.Tensor, torch.Tensor] | None = None
-    """The norm of each scaled gradient and of all together, where a replay's verdict has taken them already."""
+    total: Total | None = None
+    """What it adds up to, where a replay's verdict has found that out already."""
+    is_left: bool = False
+    """Some rank holds a gradient that is not finite in the sums, which no replay mends: the window will be skipped."""
 
     def add(self, loss: torch.Tensor, count: float | torch.Tensor) -> None:
-        """One more micro-batch. A loss in fp64 keeps its digits, for the line search of an LBFGS."""
+        """One more micro-batch."""
         self.num_micro_batches += 1
+        self.loss_sum, self.count = self.sums_with(loss, count)
+
+    def sums_with(self, loss: torch.Tensor, count: float | torch.Tensor) -> tuple[torch.Tensor, float | torch.Tensor]:
+        """Loss and count with one more micro-batch; a loss in fp64 keeps its digits, for an LBFGS's line search."""
         loss = loss.detach().to(torch.promote_types(loss.dtype, torch.float32))
-        self.loss_sum = loss if self.loss_sum is None else self.loss_sum + loss
-        self.count = self.count + count
+        return loss if self.loss_sum is None else self.loss_sum + loss, self.count + count
 
 
 @dataclass(frozen=True)
@@ -43,7 +49,7 @@ class Verdict:
     found: torch.Tensor
     overflow: torch.Tensor
     numbers: torch.Tensor
-    """Loss, norm, scale and ``found``, as the report reads them."""
+    """Loss, norm, scale and ``found``, as the report reads them; of several ranks also ``Total.faults``."""
     count: torch.Tensor | float
     norms: torch.Tensor
     """Of each scaled gradient; the true one is it times ``unit`` / (scale x ``count``)."""
@@ -86,33 +92,48 @@ def unit_of(count: float | torch.Tensor, scale_kind: str) -> float:
     return 2.0 ** round(math.log2(usual)) if 0 < usual < math.inf else 1.0
 
 
-def judge(window: Window, gradients: Gradients, scale: NoScale, unit: float, max_norm: float | None) -> Verdict:
+def judge(
+    window: Window, gradients: Gradients, scale: NoScale, unit: float, max_norm: float | None, ranks: Ranks
+) -> Verdict:
     """The verdict on the sums of a window's scaled gradients. Nothing is read from the device, and nothing changed."""
     assert window.loss_sum is not None, "a window holds something"
     # Unscale: the true gradient is their mean over the window's count.
-    norms, scaled_norm = window.norms or norms_of(gradients.values())
-    divisor = window.count / unit
+    total = window.total
+    if total is None:
+        norms, scaled_norm = norms_of(gradients.values())
+        total = ranks.total(gradients, norms, scaled_norm, window.loss_sum, window.count)
+    count = total.count
+    divisor = count / unit
     if scale.kind != "none":
         divisor = scale.value * divisor
-    norm = over(scaled_norm, divisor)
+    norm = over(total.norm, divisor)
     found = is_not_finite(norm)
     # A count of 0 makes it NaN too, which says nothing about the scale.
-    overflow = found if isinstance(window.count, float) and window.count else is_not_finite(scaled_norm)
+    overflow = found if isinstance(count, float) and count else is_not_finite(total.norm)
     # Clip, with the formula of torch.nn.utils.clip_grad_norm_. It divides, since that rounds once.
     if max_norm is not None:
         clip = ((norm + 1e-6) / max_norm).clamp_(min=1.0)
         divisor = clip if is_one(divisor) else clip * divisor
-    numbers = torch.stack([over(window.loss_sum, window.count), norm, scale.value, found])
-    return Verdict(divisor, found, overflow, numbers, window.count, norms, tuple(gradients), unit)
+    numbers = torch.stack([over(total.loss_sum, count), norm, scale.value, found])
+    if total.faults is not None:
+        numbers = torch.cat([numbers, total.faults])
+    return Verdict(divisor, found, overflow, numbers, count, total.norms, tuple(gradients), unit)
 
 
-def why_skipped(count: float | torch.Tensor, loss: float, norm: float) -> str:
-    """The reason of a step that was not applied."""
+def why_skipped(count: float | torch.Tensor, loss: float, norm: float, *faults: float) -> str:
+    """The reason of a step that was not applied. ``faults``: those of ``Total``, where there are several ranks."""
     if not count:
         return "the count is 0: there is nothing to take the mean of"
-    if not math.isfinite(loss):
-        return f"the loss is {loss}: a fault of the forward pass or the data, which no loss scale mends"
-    return f"the gradient norm is {norm}"
+    num_bad, sum_of_bad = faults[:2] if faults else (0.0, 0.0)
+    if num_bad == 1:
+        whose = f"the loss of rank {sum_of_bad:.0f} is not finite"
+    elif num_bad:
+        whose = f"the losses of {num_bad:.0f} ranks are not finite"
+    elif not math.isfinite(loss):
+        whose = f"the loss is {loss}"
+    else:
+        return f"the gradient norm is {norm}"
+    return f"{whose}: a fault of the forward pass or the data, which no loss scale mends"
 
 
 def _kind(value: object) -> str:

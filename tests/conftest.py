@@ -4,6 +4,7 @@ import pytest
 import torch
 from reference.nets import CPU, nesting
 from torch import nn
+from world import World
 
 from halfstep import autocast_mode, cpu16, oplist, region
 
@@ -31,6 +32,21 @@ def _nothing_left_behind():
 def kernels_stay():
     """One region that lives as long as a file, so that not every test lays the CPU's kernels anew."""
     return region.Region(nn.Linear(1, 1), "bf16", CPU)
+
+
+@pytest.fixture(scope="session")
+def world2():
+    """Two ranks, for all tests of a process; see tests/world.py."""
+    world = World(2)
+    yield world
+    world.close()
+
+
+@pytest.fixture(scope="session")
+def world4():
+    world = World(4)
+    yield world
+    world.close()
 
 
 LONGEST = (

@@ -1,0 +1,82 @@
+"""Several ranks of one process group: the collectives of the step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import distributed, nn
+
+from halfstep.gradients import Gradients, is_not_finite
+from halfstep.ranks.one import Ranks, Total
+
+
+class Group(Ranks):
+    """The ranks of a process group. Every collective of the step goes through here.
+
+    num_own: how many collectives the step itself has used.
+    """
+
+    def __init__(self, model: nn.Module, group: distributed.ProcessGroup) -> None:
+        super().__init__(model)
+        self.group = group
+        self.rank, self.num = distributed.get_rank(group), distributed.get_world_size(group)
+        self.num_own = 0
+        self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
+
+    def total(
+        self,
+        gradients: Gradients,
+        norms: torch.Tensor,
+        norm: torch.Tensor,
+        loss_sum: torch.Tensor,
+        count: torch.Tensor | float,
+    ) -> Total:
+        # One SUM for everything. A flag is 0 or 1 here and whatever their sum, so that "more than 0" afterwards is
+        # what MAX gives: 1 or 0, alike on every rank. fp64, since norms travel as squares.
+        bad_loss, bad_norm = is_not_finite(loss_sum).double(), is_not_finite(norm).double()
+        numbers = torch.stack(
+            [
+                loss_sum.double(),
+                count.double() if isinstance(count, torch.Tensor) else bad_loss.new_full((), count),
+                bad_loss,
+                bad_loss * self.rank,
+                bad_norm,
+                bad_norm * self.rank,
+            ]
+        )
+        squares = self._squares(gradients, norms)
+        summed = self._all_reduce(torch.cat([numbers, squares]), distributed.ReduceOp.SUM)
+        numbers, squares = summed[: len(numbers)], summed[len(numbers) :]
+        loss_sum, count = (numbers[:2] / self.num).float()
+        faults = numbers[2:].float()
+        norms, norm = self._norms(gradients, norms, norm, squares)
+        # What one rank found is so for all, whatever adding up made of it.
+        norm = norm.masked_fill((faults[2] > 0) & norm.isfinite(), torch.nan)
+        return Total(norms, norm, loss_sum, count, faults)
+
+    def _squares(self, gradients: Gradients, norms: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the square of each whole gradient's norm, in fp64; empty where all hold the whole."""
+        return norms.new_empty(0, dtype=torch.float64)
+
+    def _norms(
+        self, gradients: Gradients, norms: torch.Tensor, norm: torch.Tensor, squares: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The norms of the whole gradients from the sums of :meth:`_squares`."""
+        return norms, norm
+
+    def lowest(self, numbers: torch.Tensor) -> torch.Tensor:
+        return self._all_reduce(numbers, distributed.ReduceOp.MIN)
+
+    def highest(self, numbers: torch.Tensor) -> torch.Tensor:
+        return self._all_reduce(numbers, distributed.ReduceOp.MAX)
+
+    def gather(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * self.num
+        distributed.all_gather_object(values, value, self.group)
+        return values
+
+    def _all_reduce(self, tensor: torch.Tensor, op: Any) -> torch.Tensor:
+        self.num_own += 1
+        distributed.all_reduce(tensor, op, self.group)
+        return tensor

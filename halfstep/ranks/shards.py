@@ -1,0 +1,79 @@
+"""Ranks that each hold a shard of every parameter: fully_shard (FSDP2), whose parameters are DTensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import distributed, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from halfstep.errors import HalfstepError
+from halfstep.gradients import Gradients
+from halfstep.ranks.group import Group
+
+
+class Shards(Group):
+    """A model under ``fully_shard``: forward gathers weights and backward reduces gradients, in every micro-batch.
+
+    So a rank can repeat nothing alone, and all decide on each micro-batch together. A parameter outside the shards is
+    not reduced by anybody, and refused.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        meshes = {p.device_mesh for p in model.parameters() if isinstance(p, DTensor)}
+        largest = max(meshes, key=DeviceMesh.size)
+        super().__init__(model, _group_of(largest))
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and not isinstance(parameter, DTensor):
+                raise HalfstepError(
+                    f"parameter {name} outside the shards of fully_shard",
+                    "nobody adds up its gradient over the ranks, so that the replicas would part",
+                    "Call fully_shard(model) on the outermost module last, without ignored_params.",
+                )
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._places = {id(p): place for place, p in enumerate(self._parameters)}
+        self._copies = torch.tensor(
+            [float(self.num) / _num_shards(p) for p in self._parameters], dtype=torch.float64, device=self.device
+        )
+
+    def is_alone(self, is_last: bool) -> bool:
+        return False
+
+    def _squares(self, gradients: Gradients, norms: torch.Tensor) -> torch.Tensor:
+        # Over all parameters, so that it is as long on every rank. A part that several ranks hold is counted once.
+        squares = torch.zeros_like(self._copies)
+        squares[self._index(gradients)] = norms.double().square()
+        return squares / self._copies
+
+    def _norms(
+        self, gradients: Gradients, norms: torch.Tensor, norm: torch.Tensor, squares: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return squares[self._index(gradients)].sqrt().float(), squares.sum().sqrt().float()
+
+    def _index(self, gradients: Gradients) -> Any:
+        if len(gradients) == len(self._parameters):
+            return slice(None)
+        return [self._places[id(parameter)] for parameter in gradients]
+
+    def describe(self) -> Mapping[str, Any]:
+        return {"engine": "fully_shard"}
+
+
+def _group_of(mesh: DeviceMesh) -> distributed.ProcessGroup:
+    if mesh.size() == distributed.get_world_size():
+        return distributed.distributed_c10d._get_default_group()
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    return mesh._flatten().get_group()
+
+
+def _num_shards(parameter: torch.Tensor) -> int:
+    """Into how many different parts it is cut."""
+    assert isinstance(parameter, DTensor)
+    mesh, num = parameter.device_mesh, 1
+    for dimension, placement in enumerate(parameter.placements):
+        num *= 1 if placement.is_replicate() else mesh.size(dimension)
+    return num
