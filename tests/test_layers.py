@@ -26,7 +26,7 @@ ROWS = [
     "inference autocast_mode diagnosis",
     "watcher",
     "stepper",
-    "average",
+    "average distributed",
     "workload",
     "workloads",
     "source loop",

@@ -5,6 +5,7 @@ def job(factor): ...                 # a function of a test module, run by every
 def test(world2): assert world2.run(job, 3.0) == [..., ...]      # what it returned, by rank
 """
 
+import contextlib
 import faulthandler
 import importlib
 import os
@@ -70,25 +71,22 @@ class World:
         """End the ranks; what they printed last, with a stack of each if ``dump``."""
         if self._process is None:
             return ""
+        ranks = [int(path.read_text()) for path in self._folder.glob("pid-*")]
         if dump:
-            for path in self._folder.glob("pid-*"):
-                try:
-                    os.kill(int(path.read_text()), signal.SIGUSR1)
-                except ProcessLookupError:
-                    pass
+            for pid in ranks:
+                _kill(os.kill, pid, signal.SIGUSR1)
             time.sleep(0.2)
-        try:
-            os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        for path in self._folder.glob("pid-*"):  # ranks have sessions of their own
-            try:
-                os.kill(int(path.read_text()), signal.SIGKILL)
-            except ProcessLookupError:
-                pass
+        _kill(os.killpg, self._process.pid, signal.SIGKILL)
+        for pid in ranks:  # they have sessions of their own
+            _kill(os.kill, pid, signal.SIGKILL)
         self._process.wait()
         self._process = None
         return (self._folder / "output").read_text()[-6000:]
+
+
+def _kill(kill, pid, number):
+    with contextlib.suppress(ProcessLookupError):
+        kill(pid, number)
 
 
 def _write(path, data):
