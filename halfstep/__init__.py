@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from halfstep import distributed
     from halfstep.alignment import align
     from halfstep.autocast_mode import autocast
     from halfstep.average import WeightAverage
@@ -66,10 +67,13 @@ __all__ = [
     "auto_policy",
     "autocast",
     "cast_for_inference",
+    "distributed",
 ]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "distributed":
+        return importlib.import_module("halfstep.distributed")
     if name not in _HOME:
         raise AttributeError(f"module 'halfstep' has no attribute {name!r}")
     try:

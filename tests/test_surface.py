@@ -36,6 +36,7 @@ def test_public_names():
         "auto_policy",
         "autocast",
         "cast_for_inference",
+        "distributed",
     ]
 
 
