@@ -122,7 +122,7 @@ def test_every_public_name_loads():
     import halfstep
 
     for name in halfstep.__all__:
-        assert getattr(halfstep, name).__name__ == name
+        assert getattr(halfstep, name).__name__.removeprefix("halfstep.") == name
     assert set(halfstep.__all__) <= set(dir(halfstep))
     with pytest.raises(AttributeError, match="no attribute 'stepper_'"):
         halfstep.stepper_  # noqa: B018
