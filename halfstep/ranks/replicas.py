@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -35,7 +36,7 @@ class Replicas(Group):
         self._overlaps = overlaps
         self._talks_in_forward = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
         self._is_local = False
-        self._num_calls = 0
+        self._num_calls = 0.0
 
     def begin(self, is_last: bool) -> None:
         for wrapped in self._wrapped:
@@ -59,7 +60,7 @@ class Replicas(Group):
 
     @property
     def has_talked(self) -> bool:
-        return _num_calls() - self.num_own != self._num_calls
+        return math.isnan(self._num_calls) or _num_calls() - self.num_own != self._num_calls
 
     @property
     def is_pending(self) -> bool:
@@ -99,7 +100,10 @@ class Replicas(Group):
         return {"engine": "DistributedDataParallel", "reduction": "fp32"}
 
 
-def _num_calls() -> int:
-    """How many collectives this process has begun, in all groups."""
+def _num_calls() -> float:
+    """How many collectives this process has begun, in all groups; NaN where a backend does not count them."""
     groups: Iterable[Any] = distributed.distributed_c10d._world.pg_map
-    return sum(group._get_sequence_number_for_group() for group in groups)
+    try:
+        return sum(group._get_sequence_number_for_group() for group in groups)
+    except RuntimeError:
+        return math.nan
