@@ -104,6 +104,6 @@ def _num_calls() -> float:
     """How many collectives this process has begun, in all groups; NaN where a backend does not count them."""
     groups: Iterable[Any] = distributed.distributed_c10d._world.pg_map
     try:
-        return sum(group._get_sequence_number_for_group() for group in groups)
+        return float(sum(group._get_sequence_number_for_group() for group in groups))
     except RuntimeError:
         return math.nan
