@@ -30,7 +30,7 @@ from halfstep.guard import RegionGuard
 from halfstep.layouts import LAYOUTS, Copy
 from halfstep.loading import ExactLoading, keep_formats, widen_state
 from halfstep.policy import Policy
-from halfstep.weights import NORMS, is_source, widen_embedding, widen_output
+from halfstep.weights import formats_of, widen_embedding, widen_output
 
 
 @dataclass(eq=False)
@@ -118,7 +118,7 @@ class Masters:
         parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         if self._settled == (policy, _found(parameters)):
             return
-        formats = _formats_of(self._model, policy)
+        formats = formats_of(self._model, policy)
         to_narrow: dict[torch.Tensor, torch.dtype] = {}
         for parameter in parameters:
             format = formats.get(parameter, "fp32")
@@ -348,20 +348,6 @@ class Masters:
         parameters = dict(self._model.named_parameters())
         for name, weight in state["widened"].items():
             self.set_weight(parameters[name], weight)
-
-
-def _formats_of(model: nn.Module, policy: Policy) -> dict[torch.Tensor, str]:
-    """The format that each parameter is held in; one that any of its modules needs in fp32 is fp32."""
-    formats: dict[torch.Tensor, str] = {}
-    for path, module in model.named_modules():
-        # One with max_norm scales its rows in every forward pass, in place, which no rest would outlive.
-        is_scaled = isinstance(module, nn.Embedding) and module.max_norm is not None
-        stays = is_scaled or isinstance(module, (*NORMS, nn.RNNBase, nn.EmbeddingBag))
-        for name, parameter in module._parameters.items():
-            if parameter is not None and formats.get(parameter) != "fp32":
-                is_fp32 = stays or parameter.dim() < 2 or is_source(module, name)
-                formats[parameter] = "fp32" if is_fp32 else policy.format_of(path)
-    return formats
 
 
 def _found(parameters: list[torch.Tensor]) -> list[tuple[int, torch.dtype]]:
