@@ -25,7 +25,7 @@ class Shards(Group):
     def __init__(self, model: nn.Module) -> None:
         meshes = {p.device_mesh for p in model.parameters() if isinstance(p, DTensor)}
         largest = max(meshes, key=DeviceMesh.size)
-        super().__init__(model, _group_of(largest))
+        super().__init__(model, group_of(largest))
         for name, parameter in model.named_parameters():
             if parameter.requires_grad and not isinstance(parameter, DTensor):
                 raise HalfstepError(
@@ -62,7 +62,8 @@ class Shards(Group):
         return {"engine": "fully_shard"}
 
 
-def _group_of(mesh: DeviceMesh) -> distributed.ProcessGroup:
+def group_of(mesh: DeviceMesh) -> distributed.ProcessGroup:
+    """All ranks of a mesh, over its dimensions."""
     if mesh.size() == distributed.get_world_size():
         return distributed.distributed_c10d._get_default_group()
     if mesh.ndim == 1:
