@@ -56,7 +56,7 @@ from halfstep.scale import CHECK_EVERY, make_scale
 from halfstep.snapshot import RandomState, RunningStatistics
 from halfstep.updates import UpdateMeter, UpdateReport
 from halfstep.watch.settings import Watch
-from halfstep.watcher import Watcher, may_lower
+from halfstep.watcher import make_watcher
 from halfstep.window import Loss, Verdict, Window, judge, over, read_loss, unit_of, why_skipped
 
 Event = StepReport | Overflow | Promotion | Alert | Report
@@ -158,26 +158,7 @@ class Stepper:
         gates = torch.tensor(float(scheduler is not None or on_applied is not None), device=self.region.device)
         self._gates = bool(self.ranks.highest(gates))
         self._window = Window()
-        self._watcher = self._make_watcher(log, watch)
-
-    def _make_watcher(
-        self, log: str | os.PathLike[str] | None, watch: Watch | str | os.PathLike[str] | bool
-    ) -> Watcher | None:
-        lowers = may_lower(self.ranks, self.scale, watch is not False)
-        if watch is False:
-            if log is not None:
-                raise HalfstepError(
-                    f"log={str(log)!r} with watch=False", "the log is what is watched", "Leave one of them out."
-                )
-            return None
-        if not isinstance(watch, bool | str | os.PathLike | Watch):
-            raise HalfstepError(
-                f"watch={watch!r}",
-                "it is a halfstep.Watch, the name of its TOML file, True or False",
-                "Leave it out for the defaults.",
-            )
-        settings = watch if isinstance(watch, Watch) else Watch() if isinstance(watch, bool) else Watch.read(watch)
-        return Watcher(self.ranks, self.scale, self.policy, self.info, settings, log, self._tell, lowers)
+        self._watcher = make_watcher(self.ranks, self.scale, self.policy, self.info, log, watch, self._tell)
 
     @property
     def policy(self) -> Policy:

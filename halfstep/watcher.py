@@ -235,6 +235,33 @@ class Watcher:
             self._keep({"kind": "reduction", "time": time.time(), "step": step, "scale": self._scale.value.item()})
 
 
+def make_watcher(
+    ranks: Ranks,
+    scale: NoScale,
+    policy: Policy,
+    info: RunInfo,
+    log: str | os.PathLike[str] | None,
+    watch: Watch | str | os.PathLike[str] | bool,
+    on_alert: Callable[[Alert], None],
+) -> Watcher | None:
+    """The watcher that the arguments ``log`` and ``watch`` of a stepper ask for; ``on_alert`` is a method of it."""
+    lowers = may_lower(ranks, scale, watch is not False)
+    if watch is False:
+        if log is not None:
+            raise HalfstepError(
+                f"log={str(log)!r} with watch=False", "the log is what is watched", "Leave one of them out."
+            )
+        return None
+    if not isinstance(watch, bool | str | os.PathLike | Watch):
+        raise HalfstepError(
+            f"watch={watch!r}",
+            "it is a halfstep.Watch, the name of its TOML file, True or False",
+            "Leave it out for the defaults.",
+        )
+    settings = watch if isinstance(watch, Watch) else Watch() if isinstance(watch, bool) else Watch.read(watch)
+    return Watcher(ranks, scale, policy, info, settings, log, on_alert, lowers)
+
+
 def may_lower(ranks: Ranks, scale: NoScale, watches: bool) -> bool:
     """Whether the guard may lower the scale: in one process alone, or on ranks that are all watched.
 
