@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from halfstep.gradients import Gradients
+from halfstep.policy import Policy
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,9 @@ class Ranks:
 
     def __init__(self, model: nn.Module) -> None:
         self.module = model
+
+    def check(self, policy: Policy) -> None:
+        """Refuse a model that an engine gives other formats than ``policy`` says, and warn of what it rounds."""
 
     def begin(self, is_last: bool) -> None:
         """A micro-batch begins, the last of its window or an earlier one: gradients are synchronised, or stay here."""

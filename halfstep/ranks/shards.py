@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import weakref
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from halfstep.errors import HalfstepError
 from halfstep.gradients import Gradients
+from halfstep.kernels import untraced
+from halfstep.policy import Policy
+from halfstep.ranks.gathers import check_gathers
 from halfstep.ranks.group import Group
 
 
@@ -38,6 +44,11 @@ class Shards(Group):
         self._copies = torch.tensor(
             [float(self.num) / _num_shards(p) for p in self._parameters], dtype=torch.float64, device=self.device
         )
+        sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        weakref.finalize(self, model.register_forward_hook(partial(_reshard_after_evaluation, sharded)).remove)
+
+    def check(self, policy: Policy) -> None:
+        check_gathers(self.module, policy, warns=self.rank == 0)
 
     def is_alone(self, is_last: bool) -> bool:
         return False
@@ -60,6 +71,17 @@ class Shards(Group):
 
     def describe(self) -> Mapping[str, Any]:
         return {"engine": "fully_shard"}
+
+
+@untraced
+def _reshard_after_evaluation(sharded: Sequence[FSDPModule], *_: Any) -> None:
+    """Where no backward pass follows that would do it, let the outer groups' weights go, and the shards be parameters.
+
+    Else ``named_parameters()`` names gathered copies after an evaluation, which the optimizer does not know.
+    """
+    if not torch.is_grad_enabled():
+        for module in sharded:
+            module.reshard()
 
 
 def group_of(mesh: DeviceMesh) -> distributed.ProcessGroup:
