@@ -297,14 +297,22 @@ class Masters:
 
     # State.
 
+    def named_rests(self) -> dict[str, torch.Tensor | None]:
+        """What each 16-bit weight leaves out, by name, None where its layout keeps nothing: the rests, not copies."""
+        return {name: self._rests[p].low for name, p in self._model.named_parameters() if self._has_rest(p)}
+
+    def numbers(self) -> dict[str, Any]:
+        """The state without what is as large as the model."""
+        none: dict[str, Any] = {"rests": {}, "formats": {}, "checksums": {}, "widened": {}}
+        return {"layout": self._kind, "num_steps": self._num_steps, **none}
+
     def state_dict(self) -> dict[str, Any]:
         """The rests by name: with the 16-bit weights of the model's own state they are the exact weights."""
         named = dict(self._model.named_parameters())
-        held = {name: parameter for name, parameter in named.items() if self._has_rest(parameter)}
-        lows = {name: self._rests[parameter].low for name, parameter in held.items()}
+        lows = self.named_rests()
+        held = {name: named[name] for name in lows}
         return {
-            "layout": self._kind,
-            "num_steps": self._num_steps,
+            **self.numbers(),
             "rests": {name: None if low is None else low.clone() for name, low in lows.items()},
             "formats": {name: format_of(parameter.dtype).name for name, parameter in held.items()},
             "checksums": {name: _checksum(parameter.detach()) for name, parameter in held.items()},

@@ -562,10 +562,14 @@ class Stepper:
 
     # State.
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, numbers_only: bool = False) -> dict[str, Any]:
         """The state of the loop, in the middle of a window too: counters, scale, rests of master weights, gradients.
 
-        The model, the optimizer and the scheduler keep their own. Loading it gives the same next step to the bit.
+        The model, the optimizer and the scheduler keep their own. Loading it gives the same next step to the bit. Of
+        several ranks each has a state of its own.
+
+        numbers_only: without what is as large as the model, rests and gradients, for who keeps them in another way; see
+                      :mod:`halfstep.distributed.checkpoint`.
         """
         window = self._window
         named = self.ranks.module.named_parameters()
@@ -584,15 +588,16 @@ class Stepper:
             "scale": self.scale.state_dict(),
             "promoted": list(self._promoted),
             "had_hopeless": self._had_hopeless,
-            "masters": self.masters.state_dict(),
+            "masters": self.masters.numbers() if numbers_only else self.masters.state_dict(),
             "window": {
                 "num_micro_batches": window.num_micro_batches,
                 "loss_sum": window.loss_sum,
                 "count": window.count,
                 "num_replays": window.num_replays,
                 "nonfinite_share": window.nonfinite_share,
+                "is_left": window.is_left,
                 "statistics": self._statistics.state_dict() if window.num_micro_batches else {},
-                "gradients": {names[p]: gradient.clone() for p, gradient in gradients.items()},
+                "gradients": {} if numbers_only else {names[p]: g.clone() for p, g in gradients.items()},
             },
         }
 
@@ -634,6 +639,8 @@ class Stepper:
         self.region.release()
         self._clear_window()
         self._window = window
+        if window.num_micro_batches:
+            self.ranks.begin(is_last=False)  # these gradients are as an earlier micro-batch leaves them
         self._statistics.load_state_dict(statistics)
         put_gradients({parameters[name]: g.to(parameters[name].device, copy=True) for name, g in gradients.items()})
         if self._watcher:
