@@ -45,9 +45,13 @@ class NoScale:
         """Whether an overflow now would be one that no lower scale can mend. Reads from the device."""
         return False
 
+    def numbers(self) -> dict[str, torch.Tensor]:
+        """All that changes in it, on the device."""
+        return {"value": self.value}
+
     def state_dict(self) -> dict[str, Any]:
         """Everything that :meth:`load_state_dict` needs, as plain numbers. Reads from the device."""
-        return {"kind": self.kind, "value": self.value.item()}
+        return {"kind": self.kind, **{name: number.item() for name, number in self.numbers().items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state``; one of another kind, or that no run can have written, is refused."""
@@ -108,9 +112,8 @@ class DynamicScale(NoScale):
         is_last = self.value.item() <= self.settings.floor
         return is_last and self._num_overflows.item() + 1 >= self.settings.hysteresis
 
-    def state_dict(self) -> dict[str, Any]:
-        counts = {"num_clean": self._num_clean.item(), "num_overflows": self._num_overflows.item()}
-        return super().state_dict() | counts
+    def numbers(self) -> dict[str, torch.Tensor]:
+        return {"value": self.value, "num_clean": self._num_clean, "num_overflows": self._num_overflows}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)

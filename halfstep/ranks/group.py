@@ -22,7 +22,7 @@ class Group(Ranks):
         self.group = group
         self.rank, self.num = distributed.get_rank(group), distributed.get_world_size(group)
         self.num_own = 0
-        self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self.numbers = distributed.get_process_group_ranks(group)
 
     def total(
         self,
@@ -75,6 +75,11 @@ class Group(Ranks):
         values: list[Any] = [None] * self.num
         distributed.all_gather_object(values, value, self.group)
         return values
+
+    def hand_out(self, value: Any, source: int) -> Any:
+        values = [value]
+        distributed.broadcast_object_list(values, self.numbers[source], self.group)
+        return values[0]
 
     def _all_reduce(self, tensor: torch.Tensor, op: Any) -> torch.Tensor:
         self.num_own += 1

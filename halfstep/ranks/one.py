@@ -39,17 +39,30 @@ class Total:
     faults: torch.Tensor | None = None
 
 
+@dataclass(frozen=True)
+class Copies:
+    """Parameters, by name, of which all ranks in the same place hold the same part: ``place`` of ``num_places``."""
+
+    place: int
+    num_places: int
+    parameters: dict[str, torch.Tensor]
+
+
 class Ranks:
     """One process, alone or beside others that it does not know of.
 
     module: the model without what an engine wraps around it; names of parameters are its names.
     rank, num: this rank, and how many there are.
+    numbers: by which messages name the ranks, by rank.
+    device:  where numbers have to be that are compared.
     """
 
     rank, num = 0, 1
+    numbers: Sequence[int] = (0,)
 
     def __init__(self, model: nn.Module) -> None:
         self.module = model
+        self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
 
     def check(self, policy: Policy) -> None:
         """Refuse a model that an engine gives other formats than ``policy`` says, and warn of what it rounds."""
@@ -100,6 +113,14 @@ class Ranks:
     def gather(self, value: Any) -> list[Any]:
         """One small picklable value of every rank, by rank. Waits for all of them."""
         return [value]
+
+    def hand_out(self, value: Any, source: int) -> Any:
+        """The picklable value of the rank ``source``, on every rank."""
+        return value
+
+    def copies(self) -> Sequence[Copies]:
+        """The parameters of which several ranks hold the same, for the precision contract; as many on every rank."""
+        return ()
 
     def quietly(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """``closure`` as a pass that is only looked at: no other rank takes part, where the engine can do that."""

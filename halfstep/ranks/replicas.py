@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from halfstep.dtypes import LOW_DTYPES
 from halfstep.errors import HalfstepError
 from halfstep.ranks.group import Group
+from halfstep.ranks.one import Copies
 
 
 class Replicas(Group):
@@ -95,6 +96,16 @@ class Replicas(Group):
                     each.require_backward_grad_sync, each.require_forward_param_sync = backward, forward
 
         return run
+
+    def copies(self) -> Sequence[Copies]:
+        ignored = {
+            parameter
+            for each in self._wrapped
+            for name, parameter in each.module.named_parameters()
+            if name in each.parameters_to_ignore
+        }
+        named = {name: parameter for name, parameter in self.module.named_parameters() if parameter not in ignored}
+        return [Copies(0, 1, named)]
 
     def describe(self) -> Mapping[str, Any]:
         return {"engine": "DistributedDataParallel", "reduction": "fp32"}

@@ -19,6 +19,7 @@ from halfstep.kernels import untraced
 from halfstep.policy import Policy
 from halfstep.ranks.gathers import check_gathers
 from halfstep.ranks.group import Group
+from halfstep.ranks.one import Copies
 
 
 class Shards(Group):
@@ -69,6 +70,17 @@ class Shards(Group):
             return slice(None)
         return [self._places[id(parameter)] for parameter in gradients]
 
+    def copies(self) -> Sequence[Copies]:
+        # Those that are cut along the same dimensions of the mesh have the same places.
+        alike: dict[tuple[bool, ...], Copies] = {}
+        for name, parameter in self.module.named_parameters():
+            if isinstance(parameter, DTensor) and parameter.device_mesh.size() == self.num:
+                kind = tuple(placement.is_replicate() for placement in parameter.placements)
+                if any(kind):
+                    copies = alike.setdefault(kind, Copies(_place_of(parameter), _num_shards(parameter), {}))
+                    copies.parameters[name] = parameter
+        return list(alike.values())
+
     def describe(self) -> Mapping[str, Any]:
         return {"engine": "fully_shard"}
 
@@ -100,3 +112,13 @@ def _num_shards(parameter: torch.Tensor) -> int:
     for dimension, placement in enumerate(parameter.placements):
         num *= 1 if placement.is_replicate() else mesh.size(dimension)
     return num
+
+
+def _place_of(parameter: torch.Tensor) -> int:
+    """Which of these parts is here."""
+    assert isinstance(parameter, DTensor)
+    mesh, place = parameter.device_mesh, 0
+    for dimension, placement in enumerate(parameter.placements):
+        if not placement.is_replicate():
+            place = place * mesh.size(dimension) + mesh.get_local_rank(dimension)
+    return place
