@@ -333,11 +333,15 @@ def check_module_rules(rules: Iterable[tuple[str, str]], modules: Iterable[str])
             )
 
 
-def resolve(policy: str | Policy, hardware: Hardware) -> tuple[Policy, str]:
+def resolve(
+    policy: str | Policy, hardware: Hardware, agreed: tuple[Policy, str] | None = None
+) -> tuple[Policy, str]:
     """The policy in effect on a device, and why it is that one.
 
     ``auto`` becomes a concrete policy and keeps its rules. A format that the device cannot do is refused with the
     alternatives; nothing is replaced in silence.
+
+    agreed: what ``auto`` becomes, and why, where several devices have to agree on it.
     """
     policy = Policy.parse(policy)
     reason = "as asked for"
@@ -350,7 +354,7 @@ def resolve(policy: str | Policy, hardware: Hardware) -> tuple[Policy, str]:
             f"Use {', '.join(choices)}, or auto.",
         )
     if policy.compute == "auto":
-        chosen, reason = auto_policy(hardware)
+        chosen, reason = agreed or auto_policy(hardware)
         scale = policy.scale if policy.scale.kind != "none" else replace(policy.scale, kind=chosen.scale.kind)
         master = policy.master if chosen.compute in SIXTEEN_BIT else "fp32"
         if master != policy.master:

@@ -51,15 +51,23 @@ whose regions overlap leave nothing switched on.
 class Region:
     """The forward context of one model under one policy, on the device where the model lives.
 
+    agreed: what ``auto`` becomes, and why, where several devices have to agree on it.
+
     Raises HalfstepError when the device cannot do what the policy asks for, or when a rule matches nothing.
     """
 
-    def __init__(self, model: nn.Module, policy: str | Policy = "auto", hardware: Hardware | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        policy: str | Policy = "auto",
+        hardware: Hardware | None = None,
+        agreed: tuple[Policy, str] | None = None,
+    ) -> None:
         self.model = model
         self.device = device_of(model)
         self.hardware = detect(str(self.device)) if hardware is None else hardware
         requested = Policy.parse(policy)
-        self.policy, reason = resolve(requested, self.hardware)
+        self.policy, reason = resolve(requested, self.hardware, agreed)
         self.info = RunInfo(
             str(requested), str(self.policy), reason, self.hardware.name, {"torch": str(torch.__version__)}
         )
