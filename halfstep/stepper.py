@@ -120,7 +120,7 @@ class Stepper:
             )
         if on_exhausted is not None:
             policy = replace(Policy.parse(policy), on_exhausted=on_exhausted)
-        self.ranks = ranks_of(model, overlaps=Policy.parse(policy).master == "fp32")
+        self.ranks = ranks_of(model)
         module = self.ranks.module
         self.region = Region(module, policy, hardware)
         check_optimizer(module, optimizer, self.policy.master)

@@ -10,11 +10,8 @@ from halfstep.policy import Policy
 from halfstep.ranks.one import Ranks
 
 
-def ranks_of(model: nn.Module, overlaps: bool = True) -> Ranks:
+def ranks_of(model: nn.Module) -> Ranks:
     """The ranks of a model: under DistributedDataParallel, under fully_shard, or this process alone.
-
-    overlaps: whether DDP may average gradients while backward runs; not where weights change their format after it was
-              built, as master weights in 16 bit do.
 
     Raises HalfstepError for a wrapper whose gradients cannot be judged from outside.
     """
@@ -44,7 +41,7 @@ def ranks_of(model: nn.Module, overlaps: bool = True) -> Ranks:
     if wrapped:
         from halfstep.ranks.replicas import Replicas
 
-        return Replicas(model, wrapped, overlaps)
+        return Replicas(model, wrapped)
     if is_sharded:
         from halfstep.ranks.shards import Shards
 

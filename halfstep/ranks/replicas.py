@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from halfstep.dtypes import LOW_DTYPES
 from halfstep.errors import HalfstepError
+from halfstep.policy import Policy
 from halfstep.ranks.group import Group
 from halfstep.ranks.one import Copies
 
@@ -23,7 +24,7 @@ class Replicas(Group):
     weights of a layout, whose gradients are summed in fp32, are brought together at the window's end instead.
     """
 
-    def __init__(self, model: nn.Module, wrapped: Sequence[DistributedDataParallel], overlaps: bool) -> None:
+    def __init__(self, model: nn.Module, wrapped: Sequence[DistributedDataParallel]) -> None:
         if len({id(each.process_group) for each in wrapped}) > 1:
             raise HalfstepError(
                 "a model with DistributedDataParallel over different process groups",
@@ -34,10 +35,13 @@ class Replicas(Group):
         if model is wrapped[0]:
             self.module = wrapped[0].module
         self._wrapped = tuple(wrapped)
-        self._overlaps = overlaps
+        self._overlaps = True
         self._talks_in_forward = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
         self._is_local = False
         self._num_calls = 0.0
+
+    def check(self, policy: Policy) -> None:
+        self._overlaps = policy.master == "fp32"
 
     def begin(self, is_last: bool) -> None:
         for wrapped in self._wrapped:
