@@ -243,6 +243,14 @@ class Masters:
         text = f"{self._num_steps} {place} {start}".encode()
         return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest())
 
+    def seeds(self) -> dict[str, int]:
+        """What stochastic rounding draws by, in words; empty in the other layouts."""
+        if self._kind != "stochastic":
+            return {}
+        named = {name: self._places.get(parameter) for name, parameter in self._model.named_parameters()}
+        places = {f"the place of {name}": place for name, place in named.items() if place is not None}
+        return {"the number of steps": self._num_steps, **places}
+
     # Values.
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -42,14 +42,26 @@ from halfstep.gradients import (
     put_gradients,
     take_gradients,
 )
-from halfstep.hardware import Hardware
+from halfstep.hardware import Hardware, detect
 from halfstep.kernels import untraced
 from halfstep.master import Masters
 from halfstep.optimizer import apply, check_optimizer, check_step, unscale
 from halfstep.policy import Policy
+from halfstep.ranks.agreement import agree, together
+from halfstep.ranks.contract import DEFAULT, Comparison, Contract
 from halfstep.ranks.engine import check_ranks, ranks_of
+from halfstep.ranks.facts import (
+    Fact,
+    facts_of_machine,
+    facts_of_model,
+    facts_of_optimizer,
+    facts_of_progress,
+    facts_of_rounding,
+    facts_of_run,
+    facts_of_weights,
+)
 from halfstep.record import Producer
-from halfstep.region import Region
+from halfstep.region import Region, device_of
 from halfstep.replay import Fault, Replay
 from halfstep.report import Report
 from halfstep.scale import CHECK_EVERY, make_scale
@@ -88,6 +100,7 @@ class Stepper:
     log:        folder that keeps what the run does, for ``halfstep watch``; appended to, also by a run that goes on.
     watch:      how the guard judges the run: a :class:`halfstep.Watch`, the name of its TOML file, or False for no
                 guard and no log; see docs/watch.md.
+    contract:   when several ranks compare what they have to agree on, and what they may differ in; see docs/contract.md.
 
     A scheduler, an ``on_applied`` hook, BatchNorm statistics and an optimizer without ``found_inf`` need the verdict on
     the host, one read a window; so does the first step of an SGD with momentum. Replay needs it once a micro-batch.
@@ -110,55 +123,69 @@ class Stepper:
         passes_closure: bool | None = None,
         log: str | os.PathLike[str] | None = None,
         watch: Watch | str | os.PathLike[str] | bool = True,
+        contract: Contract = DEFAULT,
         hardware: Hardware | None = None,
     ) -> None:
-        if not hasattr(accumulate, "__index__") or accumulate < 1:
-            raise HalfstepError(f"accumulate={accumulate}", "a window holds whole micro-batches", "Use 1, 2, 3, ...")
-        if max_norm is not None and not 0 < max_norm < math.inf:
-            raise HalfstepError(
-                f"max_norm={max_norm}", "a norm is clipped to a positive number", "Use None to not clip."
-            )
-        if on_exhausted is not None:
-            policy = replace(Policy.parse(policy), on_exhausted=on_exhausted)
         self.ranks = ranks_of(model)
         module = self.ranks.module
-        self.region = Region(module, policy, hardware)
-        check_optimizer(module, optimizer, self.policy.master)
-        check_ranks(self.ranks, self.policy, explain)
-        self._passes_closure = needs_closure(optimizer) if passes_closure is None else passes_closure
-        if self._passes_closure and accumulate != 1:
-            raise HalfstepError(
-                f"accumulate={accumulate} with {type(optimizer).__name__}",
-                "it evaluates the loss of a window anew, whose earlier batches are gone by then",
-                "Use accumulate=1, and a closure that sums over its batches and returns (sum, count).",
-            )
-        if self._passes_closure and self.policy.master != "fp32":
-            raise HalfstepError(
-                f"master={self.policy.master} with {type(optimizer).__name__}",
-                "it moves the weights between two evaluations, where 16 bit would lose what it does",
-                "Leave master out, so that the weights are fp32.",
-            )
-        if scheduler is not None:
-            check_step("scheduler", scheduler, "Call it yourself, after a report whose 'applied' is True.")
-        self.model, self.optimizer = model, optimizer
-        self.accumulate, self.max_norm = accumulate, max_norm
-        self.scheduler, self.on_applied, self.sinks = scheduler, on_applied, tuple(sinks)
-        self.masters = Masters(module, optimizer, self.policy)
-        self.scale = make_scale(self.policy.scale, self.region.device)
-        self.num_steps = 0
-        self._keeps_casts = keep_casts and accumulate > 1
-        self._statistics = RunningStatistics(module)
-        self._replay = Replay(module, optimizer, self.scale, self.ranks)
-        self._can_replay = self.policy.on_overflow == "replay" and self.policy.scale.kind == "dynamic"
-        self._unit: float | None = None
-        self._explainer = Explainer(self.policy.scale, self.region.device) if explain else None
-        self._promoted: list[str] = []
-        self._had_hopeless = False  # whether the micro-batch before was one that no scale mends
+        with together(self.ranks):
+            if not hasattr(accumulate, "__index__") or accumulate < 1:
+                raise HalfstepError(f"accumulate={accumulate}", "a window holds whole micro-batches", "Use 1, 2, 3, ...")
+            if max_norm is not None and not 0 < max_norm < math.inf:
+                raise HalfstepError(
+                    f"max_norm={max_norm}", "a norm is clipped to a positive number", "Use None to not clip."
+                )
+            if on_exhausted is not None:
+                policy = replace(Policy.parse(policy), on_exhausted=on_exhausted)
+            if not isinstance(contract, Contract):
+                raise HalfstepError(
+                    f"contract={contract!r}", "it is a halfstep.Contract", "Leave it out for the defaults."
+                )
+            requested = Policy.parse(policy)
+            hardware = hardware or detect(str(device_of(module)))
+        agreed = agree(self.ranks, requested, hardware)
+        with together(self.ranks):
+            self.region = Region(module, requested, hardware, agreed)
+            check_optimizer(module, optimizer, self.policy.master)
+            check_ranks(self.ranks, self.policy, explain)
+            self._passes_closure = needs_closure(optimizer) if passes_closure is None else passes_closure
+            if self._passes_closure and accumulate != 1:
+                raise HalfstepError(
+                    f"accumulate={accumulate} with {type(optimizer).__name__}",
+                    "it evaluates the loss of a window anew, whose earlier batches are gone by then",
+                    "Use accumulate=1, and a closure that sums over its batches and returns (sum, count).",
+                )
+            if self._passes_closure and self.policy.master != "fp32":
+                raise HalfstepError(
+                    f"master={self.policy.master} with {type(optimizer).__name__}",
+                    "it moves the weights between two evaluations, where 16 bit would lose what it does",
+                    "Leave master out, so that the weights are fp32.",
+                )
+            if scheduler is not None:
+                check_step("scheduler", scheduler, "Call it yourself, after a report whose 'applied' is True.")
+            self.model, self.optimizer = model, optimizer
+            self.accumulate, self.max_norm = accumulate, max_norm
+            self.scheduler, self.on_applied, self.sinks = scheduler, on_applied, tuple(sinks)
+            self.masters = Masters(module, optimizer, self.policy)
+            self.scale = make_scale(self.policy.scale, self.region.device)
+            self.num_steps = 0
+            self._keeps_casts = keep_casts and accumulate > 1
+            self._statistics = RunningStatistics(module)
+            self._replay = Replay(module, optimizer, self.scale, self.ranks)
+            self._can_replay = self.policy.on_overflow == "replay" and self.policy.scale.kind == "dynamic"
+            self._unit: float | None = None
+            self._explainer = Explainer(self.policy.scale, self.region.device) if explain else None
+            self._promoted: list[str] = []
+            self._had_hopeless = False  # whether the micro-batch before was one that no scale mends
+        self._comparison = Comparison(self.ranks, contract, hardware.name, requested.compute == "auto")
+        if self._comparison.is_due:
+            self._comparison.check(self._facts())
         # Of several ranks one may have a hook that the others lack; who reads the verdict, reads it on all.
         gates = torch.tensor(float(scheduler is not None or on_applied is not None), device=self.region.device)
         self._gates = bool(self.ranks.highest(gates))
         self._window = Window()
-        self._watcher = make_watcher(self.ranks, self.scale, self.policy, self.info, log, watch, self._tell)
+        with together(self.ranks):  # what ranks ask each other in it comes first
+            self._watcher = make_watcher(self.ranks, self.scale, self.policy, self.info, log, watch, self._tell)
 
     @property
     def policy(self) -> Policy:
@@ -224,6 +251,8 @@ class Stepper:
         """
         window = self._window
         held = torch.tensor(float(window.num_micro_batches), device=self.region.device)
+        if self._comparison.is_due:
+            self._compare()
         if not window.num_micro_batches:
             if self.ranks.num == 1 or not self.ranks.highest(held).item():
                 return None
@@ -275,7 +304,44 @@ class Stepper:
         """``model.state_dict()`` with the exact weights, on the CPU; see :meth:`Masters.fp32_state_dict`."""
         return self.masters.fp32_state_dict()
 
+    def _facts(self) -> list[Fact]:
+        """What other ranks have to hold too; where the run is and what it has, without the weights themselves."""
+        module, optimizer = self.ranks.module, self.optimizer
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        facts = facts_of_run(
+            self.policy,
+            self.info.requested,
+            accumulate=self.accumulate,
+            max_norm=self.max_norm,
+            scheduler=self.scheduler,
+            passes_closure=self._passes_closure,
+            contract=(self._comparison.contract.every, *self._comparison.contract.allow),
+        )
+        return [
+            *facts,
+            *facts_of_machine(self.region.hardware),
+            *facts_of_model(self.ranks),
+            *facts_of_optimizer(optimizer, names),
+        ]
+
+    def _compare(self) -> None:
+        """Compare with the other ranks, all of it, before a window begins; a difference ends the run on each of them."""
+        names = {id(parameter): name for name, parameter in self.ranks.module.named_parameters()}
+        formats = {names[key]: dtype for key, dtype in self._comparison.gradients.items()}
+        num_micro_batches = self._window.num_micro_batches
+        self._comparison.check(
+            [
+                *self._facts(),
+                *facts_of_rounding(self.masters.seeds(), self.optimizer, self.ranks),
+                *facts_of_progress(self.num_steps, num_micro_batches, self._unit, self.scale, formats),
+                *facts_of_weights(self.ranks, self.masters.named_rests()),
+            ]
+        )
+        self._comparison.is_due = False
+
     def _begin_micro_batch(self) -> None:
+        if self._comparison.is_due:
+            self._compare()
         if self._window.num_micro_batches == 0:
             # Drop what a backward pass of somebody else left there, as a GAN's other half does.
             take_gradients(self.optimizer)
@@ -462,6 +528,7 @@ class Stepper:
                 self._replay.agree(gradients_of(self.optimizer), window)
             self.ranks.bring_together([p for group in self.optimizer.param_groups for p in group["params"]])
         gradients, verdict = self._judge(window)
+        self._comparison.end_window(gradients)
         self.region.release()
         is_replayed = self._can_replay and closure is not None and not window.is_left
         needs_verdict = self._needs_verdict(is_replayed)

@@ -10,7 +10,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from halfstep.errors import HalfstepError
+from halfstep.gradients import Gradients
 from halfstep.ranks.difference import cards_of, first_difference, say
 from halfstep.ranks.digests import differing
 from halfstep.ranks.facts import Fact
@@ -41,6 +44,8 @@ class Contract:
                 f"Use a tuple of {' and '.join(ALLOWED)}, or none of them.",
             )
 
+
+DEFAULT = Contract()
 
 TOPICS: Mapping[str, tuple[str, str]] = {
     "format": (
@@ -98,15 +103,19 @@ class Comparison:
     """
 
     def __init__(self, ranks: Ranks, contract: Contract, card: str, is_auto: bool) -> None:
-        self._ranks, self._every, self._card = ranks, contract.every, card
+        self._ranks, self.contract, self._card = ranks, contract, card
         # Whoever allows a difference that others do not allow differs in "settings" or "policy", and that is found.
         self._allowed = {*contract.allow, *({"device"} if is_auto else ())}
         self._num_windows = 0
-        self.is_due = True
+        self.is_due = ranks.num > 1
+        self.gradients: dict[int, torch.dtype] = {}
 
-    def end_window(self) -> None:
+    def end_window(self, gradients: Gradients) -> None:
+        """Count a window, and keep the formats of its gradients, by the parameters' ids, if ranks compare next."""
         self._num_windows += 1
-        self.is_due |= self._num_windows % self._every == 0
+        if self._ranks.num > 1 and self._num_windows % self.contract.every == 0:
+            self.is_due = True
+            self.gradients = {id(parameter): gradient.dtype for parameter, gradient in gradients.items()}
 
     def check(self, facts: Sequence[Fact]) -> None:
         """Compare ``facts``, in one collective and one read. Every rank calls it, at a place where all come to."""
