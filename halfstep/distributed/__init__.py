@@ -9,7 +9,13 @@ import importlib
 from typing import Any
 
 _HOME: dict[str, str] = {
+    "start": "launch",
+    "replicate": "replicate",
     "shard": "shard",
+    "save": "checkpoint",
+    "load": "checkpoint",
+    "deepspeed_config": "deepspeed_settings",
+    "DeepSpeedStepper": "deepspeed_stepper",
 }
 """Name to the module of this package that it lives in."""
 
