@@ -1,9 +1,8 @@
 """A folder of checkpoints: each of them is whole or not there, the latest is found, and older ones go.
 
-    checkpoints/
-      step-00001000/             a checkpoint: its name ends with the rename that makes it one
-      step-00002000-micro-3/     saved in mid-window, after three micro-batches of the step that follows
-      .step-00003000.part/       one that is being written, or whose writer died; the next save removes it
+step-00001000               a checkpoint: it gets this name when all of it is there
+step-00002000-micro-3       saved in mid-window, after three micro-batches of the step that follows
+.step-00003000.part         one that is being written, or whose writer died; the next save removes it
 """
 
 from __future__ import annotations

@@ -14,9 +14,12 @@ from typing import Any
 
 import torch
 from torch import distributed
-from torch.distributed import checkpoint
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.state_dict_loader import load as load_state
+from torch.distributed.checkpoint.state_dict_saver import save as save_state
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -25,7 +28,7 @@ _WRITTEN = ".written-"
 """A file of this name and a rank says that this rank has written all of its part."""
 
 
-class _Writer(checkpoint.FileSystemWriter):
+class _Writer(FileSystemWriter):
     """Writes several files of a bounded size, since torch keeps what it copied to the host until a file is full.
 
     So a rank needs 256 MiB of the host's memory, or what its largest tensor takes, instead of a copy of all it writes.
@@ -64,10 +67,10 @@ def write(folder: Path, contents: Mapping[str, Any], group: distributed.ProcessG
 
     Raises :class:`torch.distributed.checkpoint.CheckpointException` on all ranks when one of them cannot write.
     """
-    planner = checkpoint.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        checkpoint.save(
+        save_state(
             dict(contents),
             storage_writer=_Writer(folder),
             planner=planner,
@@ -92,14 +95,14 @@ def written_files(folder: Path) -> dict[str, int]:
     return sizes
 
 
-class _Planner(checkpoint.DefaultLoadPlanner):
+class _Planner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: Any) -> None:
         # On the host, whatever device it was on: this machine may have another number of them.
         loaded = torch.load(value, map_location="cpu", weights_only=False)
         self.state_dict[read_item.dest_index.fqn] = loaded
 
 
-class _Reader(checkpoint.FileSystemReader):
+class _Reader(FileSystemReader):
     """Reads the metadata, which are large where there are many ranks, once."""
 
     metadata: Metadata | None = None
@@ -153,4 +156,4 @@ class Store:
         planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-            checkpoint.load(into, storage_reader=self._reader, planner=planner, no_dist=True)
+            load_state(into, storage_reader=self._reader, planner=planner, no_dist=True)

@@ -1,0 +1,156 @@
+"""Checkpoints of a run over several ranks: saved together, whole or not there, and loaded also by other ranks.
+
+    halfstep.distributed.load("checkpoints", stepper)    # at the start: the latest whole one, if there is one
+    halfstep.distributed.save("checkpoints", stepper)    # now and then, on every rank
+
+A run goes on under another engine or on another number of ranks; docs/checkpoints.md says what is then exact to the bit
+and what up to the order of a sum.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+
+import halfstep
+from halfstep.distributed import folder as folders
+from halfstep.distributed import store
+from halfstep.distributed.contents import buffer_checksums, check_extra, contents_of, is_cut
+from halfstep.distributed.optimizer_state import kind_of
+from halfstep.distributed.saved_run import SavedRun
+from halfstep.distributed.together import in_words, joint_error, together
+from halfstep.errors import HalfstepError
+from halfstep.ranks.one import Ranks
+from halfstep.stepper import Stepper
+
+_AFTER_SAVING = "What was saved before is whole: when the cause is mended, save again, or start again and load."
+_AFTER_LOADING = "This run may hold a part of it: build it anew before you load again."
+
+
+def save(folder: str | os.PathLike[str], stepper: Stepper, *, keep: int | None = 2, extra: Any = None) -> Path:
+    """Save the run as a new checkpoint in ``folder``, and return where it is. Every rank calls it, at the same place.
+
+    folder: on a file system that all ranks share; made if it is not there.
+    keep:   how many of the latest checkpoints stay, at least 1; None for all. Older ones go when the new one is whole.
+    extra:  what else the run needs to go on, such as its place in the data; :func:`load` returns it. It is pickled as
+            rank 0 has it, so that what differs by rank has to be gathered before.
+
+    A checkpoint holds the model, the optimizer, ``stepper.scheduler``, the state of ``stepper``, in mid-window too, and
+    the random state of each rank. Tensors are written from where they are, without a copy of the model.
+
+    Raises the same HalfstepError on every rank where one of them cannot write, and names it.
+    """
+    _check_stepper(stepper, "save")
+    if keep is not None and keep < 1:
+        raise HalfstepError(f"keep={keep}", "the one that is saved now stays", "Use 1, 2, 3, ... or None for all.")
+    ranks, root = stepper.ranks, Path(folder)
+    num_micro_batches = stepper.state_dict(numbers_only=True)["window"]["num_micro_batches"]
+    what = f"a checkpoint of step {stepper.num_steps} in {folder}"
+
+    def begin() -> tuple[Path | None, dict[str, bytes]]:
+        check_extra(extra)
+        checksums = buffer_checksums(stepper)
+        part = folders.begin(root, stepper.num_steps, num_micro_batches) if ranks.rank == 0 else None
+        return part, checksums
+
+    answers = together(ranks, what, _AFTER_SAVING, begin)
+    part = answers[0][0]
+    assert part is not None
+    contents: dict[str, Any] = {}
+
+    def collect() -> None:
+        if not part.is_dir():
+            raise HalfstepError(what, f"this rank does not see {part}", "Use a file system that all ranks share.")
+        contents.update(contents_of(stepper, extra, [checksums for _, checksums in answers]))
+
+    def finish() -> Path | None:
+        if ranks.rank != 0:
+            return None
+        whole = folders.publish(part, {**_describe(stepper), "files": store.written_files(part)})
+        folders.prune(root, keep)
+        return whole
+
+    try:
+        together(ranks, what, _AFTER_SAVING, collect)
+        _write(part, contents, ranks, what)
+        whole = together(ranks, what, _AFTER_SAVING, finish)[0]
+    except HalfstepError:
+        if ranks.rank == 0:
+            shutil.rmtree(part, ignore_errors=True)
+        raise
+    except RuntimeError as error:  # of a collective: whoever is missing cannot say so
+        missing = store.ranks_without_files(part, ranks.num)
+        numbers = f", and rank {', '.join(map(str, missing))} has not written its part" if missing else ""
+        why = f"the ranks have lost each other ({in_words(error, '', '')[1]}){numbers}"
+        raise HalfstepError(what, why, _AFTER_SAVING) from error
+    assert whole is not None
+    return whole
+
+
+def load(folder: str | os.PathLike[str], stepper: Stepper) -> Any:
+    """Go on from the latest whole checkpoint in ``folder``; what ``save`` was given as ``extra``. Every rank calls it.
+
+    Where nothing was saved yet it changes nothing and returns None. ``folder`` may be one checkpoint itself, to go on
+    from an earlier one. The number of ranks, the engine and the layout of master weights may be others.
+
+    It is a pickle, so load what you trust. Raises the same HalfstepError on every rank for what cannot be loaded,
+    before anything is changed: another model or optimizer, another kind of loss scale, a damaged or newer checkpoint,
+    a folder of other things.
+    """
+    _check_stepper(stepper, "load")
+    ranks, root = stepper.ranks, Path(folder)
+    what = f"the checkpoint in {folder}"
+    fix = "Name a folder that halfstep.distributed.save has written, which all ranks can read."
+    path = together(ranks, what, fix, lambda: folders.latest_in(root) if ranks.rank == 0 else None)[0]
+    if path is None:
+        return None
+    found: list[Any] = []
+
+    def check() -> None:
+        saved = SavedRun(path, folders.read_manifest(path), stepper)
+        saved.check()
+        found.append(saved)
+
+    together(ranks, f"checkpoint {path}", fix, check)
+
+    def give() -> None:
+        found.append(found.pop().give())
+
+    together(ranks, f"checkpoint {path}", _AFTER_LOADING, give)
+    return found[0]
+
+
+def _check_stepper(stepper: Any, name: str) -> None:
+    if not isinstance(stepper, Stepper):
+        raise HalfstepError(
+            f"halfstep.distributed.{name} of a {type(stepper).__name__}",
+            "it knows the state of a halfstep.Stepper",
+            "Pass the stepper; DeepSpeed saves and loads its own (engine.save_checkpoint).",
+        )
+
+
+def _write(part: Path, contents: dict[str, Any], ranks: Ranks, what: str) -> None:
+    try:
+        store.write(part, contents, getattr(ranks, "group", None))
+    except CheckpointException as error:
+        failures = {rank: in_words(failure, what, _AFTER_SAVING) for rank, (failure, _) in error.failures.items()}
+        raise joint_error(failures, ranks.num) from error
+
+
+def _describe(stepper: Stepper) -> dict[str, Any]:
+    """What a reader of the manifest wants to know, and :class:`SavedRun` needs."""
+    return {
+        "halfstep": halfstep.__version__,
+        "torch": torch.__version__,
+        "step": stepper.num_steps,
+        "policy": str(stepper.policy),
+        "optimizer": kind_of(stepper.optimizer),
+        "engine": stepper.ranks.describe()["engine"],
+        "num_ranks": stepper.ranks.num,
+        "is_cut": is_cut(stepper.ranks.module),
+    }

@@ -1,0 +1,60 @@
+"""A run that was saved goes on with the same bits, on the same ranks and under the same engine, in mid-window too."""
+
+import pytest
+import torch
+from reference.loop import assert_same
+from reference.resumed import build, everything, micro_batches, run
+
+from halfstep.distributed import load, save
+
+DDP = [
+    "bf16",
+    "fp16 scale.init=16384 scale.interval=2",
+    *(f"bf16 master={layout}" for layout in ("copy", "split16", "split8", "kahan", "stochastic")),
+    "fp16 master=split16 scale.init=16384 scale.interval=2",
+]
+FSDP = ["bf16", "fp16 scale.init=16384 scale.interval=2"]
+
+
+def saved_and_resumed(engine, policy, optimizer, folder, stops):
+    """Save at each of ``stops`` micro-batches of a run, and resume there; how many replays the run had."""
+    pieces = micro_batches(engine, 0, 7)
+    whole = build(engine, policy, optimizer)
+    reports = []
+    for place, piece in enumerate(pieces):
+        if place in stops:
+            save(f"{folder}/{place}", whole, extra={"place": place})
+        reports += run(whole, [piece])
+    after = everything(whole), torch.get_rng_state()
+    for place in stops:
+        resumed = build(engine, policy, optimizer, seed=place + 7)
+        assert load(f"{folder}/{place}", resumed) == {"place": place}
+        assert run(resumed, pieces[place:]) == reports[place:]
+        assert_same(everything(resumed), after[0])
+        assert torch.equal(torch.get_rng_state(), after[1])
+    return sum("'num_replays': 0" not in report for report in reports if report)
+
+
+@pytest.mark.parametrize("policy", DDP)
+def test_under_ddp_a_run_goes_on_with_the_same_bits(world2, policy, tmp_path):
+    replays = world2.run(saved_and_resumed, "ddp", policy, "adamw fused", str(tmp_path), [2, 5, 8, 11])
+    assert all(replays) == policy.startswith("fp16")
+
+
+@pytest.mark.parametrize("policy", FSDP)
+def test_under_fully_shard_a_run_goes_on_with_the_same_bits(world2, policy, tmp_path):
+    replays = world2.run(saved_and_resumed, "fsdp", policy, "adamw fused", str(tmp_path), [2, 5, 8, 11])
+    assert all(replays) == policy.startswith("fp16")
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp16 master=split16 scale.init=16384 scale.interval=2"])
+def test_in_one_process_a_run_goes_on_with_the_same_bits(policy, tmp_path, kernels_stay):
+    replays = saved_and_resumed("one", policy, "adamw fused", str(tmp_path), [3, 8, 17])
+    assert bool(replays) == policy.startswith("fp16")
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+def test_states_of_other_optimizers(world2, engine, optimizer, tmp_path):
+    """SGD has no momentum before its first step, and AdamW without a fused kernel counts its steps on the host."""
+    world2.run(saved_and_resumed, engine, "bf16", optimizer, str(tmp_path), [1, 5])
