@@ -212,9 +212,10 @@ class Stepper:
         with the same random state when its gradient overflowed, so it has to use a batch that was drawn before the
         call.
         """
-        self._begin_micro_batch()
-        loss, count = self._differentiate(closure)
-        return self._end_micro_batch(loss, count, closure)
+        with self.ranks.during(self.num_steps + 1):
+            self._begin_micro_batch()
+            loss, count = self._differentiate(closure)
+            return self._end_micro_batch(loss, count, closure)
 
     def forward(self) -> Region:
         """The region for a forward pass, where a loop cannot pass a closure; :meth:`backward` takes its loss."""
@@ -251,16 +252,17 @@ class Stepper:
         """
         window = self._window
         held = torch.tensor(float(window.num_micro_batches), device=self.region.device)
-        if self._comparison.is_due:
-            self._compare()
-        if not window.num_micro_batches:
-            if self.ranks.num == 1 or not self.ranks.highest(held).item():
-                return None
-            self._begin_micro_batch()
-            window.add(torch.zeros((), device=self.region.device), 0.0)
-        elif self.ranks.num > 1:
-            self.ranks.highest(held)
-        return self._end_window(None)
+        with self.ranks.during(self.num_steps + 1):
+            if self._comparison.is_due:
+                self._compare()
+            if not window.num_micro_batches:
+                if self.ranks.num == 1 or not self.ranks.highest(held).item():
+                    return None
+                self._begin_micro_batch()
+                window.add(torch.zeros((), device=self.region.device), 0.0)
+            elif self.ranks.num > 1:
+                self.ranks.highest(held)
+            return self._end_window(None)
 
     def inference(self) -> AbstractContextManager[None]:
         """The policy's formats for evaluation: no gradients, no loss scale; see :meth:`Region.inference`."""

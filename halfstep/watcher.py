@@ -106,6 +106,7 @@ class Watcher:
         self._failure: str | None = None
         self._memory_mib = _memory_mib(self._device)
         self._last_read = time.monotonic()
+        ranks.at_end(self.fail)
 
     def step(self, report: StepReport, verdict: Verdict, nonfinite_share: float | None) -> None:
         """A window has ended."""
@@ -154,6 +155,14 @@ class Watcher:
         if self._pid == os.getpid():
             self.flush()
             self.session.close(reason or self._failure)
+
+    def fail(self, reason: str) -> None:
+        """End the session now, with what has arrived: nobody waits for a device that may wait for a rank."""
+        if self._pid == os.getpid():
+            self._readback.send()
+            self._read()
+            self._tell()
+            self.session.close(reason)
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()  # a copy of a stepper is another run, which nobody watches

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import distributed, nn
 
 from halfstep.gradients import Gradients, is_not_finite
+from halfstep.ranks.fault import fault_of, is_of_ranks
 from halfstep.ranks.one import Ranks, Total
+from halfstep.ranks.progress import current
 
 
 class Group(Ranks):
@@ -22,6 +27,7 @@ class Group(Ranks):
         self.group = group
         self.rank, self.num = distributed.get_rank(group), distributed.get_world_size(group)
         self.num_own = 0
+        self.progress = current()
         self.numbers = distributed.get_process_group_ranks(group)
 
     def total(
@@ -73,15 +79,49 @@ class Group(Ranks):
 
     def gather(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.num
-        distributed.all_gather_object(values, value, self.group)
+        with self._named():
+            distributed.all_gather_object(values, value, self.group)
         return values
 
     def hand_out(self, value: Any, source: int) -> Any:
         values = [value]
-        distributed.broadcast_object_list(values, self.numbers[source], self.group)
+        with self._named():
+            distributed.broadcast_object_list(values, self.numbers[source], self.group)
         return values[0]
+
+    @contextmanager
+    def during(self, step: int) -> Iterator[None]:
+        self.progress.enter(step)
+        try:
+            with self._named():
+                yield
+        except BaseException:
+            self.progress.is_broken = True
+            raise
+        finally:
+            self.progress.leave()
+
+    def at_end(self, call: Callable[[str], None]) -> None:
+        self.progress.at_end(call)
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """An error of a collective, of an engine's own too, is turned into one that names the rank at fault."""
+        try:
+            yield
+        except RuntimeError as error:
+            if not is_of_ranks(error):
+                raise
+            fault = fault_of(self.progress, error)
+            self.progress.end(f"HalfstepError: {fault}")
+            raise fault from error
 
     def _all_reduce(self, tensor: torch.Tensor, op: Any) -> torch.Tensor:
         self.num_own += 1
-        distributed.all_reduce(tensor, op, self.group)
+        with self._named():
+            distributed.all_reduce(tensor, op, self.group)
+        if tensor.is_cuda:
+            arrival = torch.cuda.Event()
+            arrival.record()
+            self.progress.pending = arrival, time.monotonic()
         return tensor

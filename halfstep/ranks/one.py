@@ -9,6 +9,7 @@ one by the other.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +47,9 @@ class Copies:
     place: int
     num_places: int
     parameters: dict[str, torch.Tensor]
+
+
+_NOTHING = nullcontext()
 
 
 class Ranks:
@@ -125,6 +129,13 @@ class Ranks:
     def quietly(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """``closure`` as a pass that is only looked at: no other rank takes part, where the engine can do that."""
         return closure
+
+    def during(self, step: int) -> AbstractContextManager[None]:
+        """A call of the stepper that works on ``step``: others can learn of it, and errors of ranks name them."""
+        return _NOTHING
+
+    def at_end(self, call: Callable[[str], None]) -> None:
+        """Have a method called with the reason when the ranks cannot go on, before the error is raised."""
 
     def describe(self) -> Mapping[str, Any]:
         """What the engine does with formats, for the precision contract: the engine's name, formats on the wire."""
