@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from halfstep.hardware import Hardware
     from halfstep.inference import InferenceReport, cast_for_inference
     from halfstep.policy import LossScale, Policy, auto_policy
+    from halfstep.ranks.contract import Contract
     from halfstep.region import Region
     from halfstep.stepper import Stepper
     from halfstep.updates import UpdateMeter
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "Contract": "ranks.contract",
     "GradScaler": "grad_scaler",
     "HalfstepError": "errors",
     "Hardware": "hardware",
@@ -49,6 +51,7 @@ _HOME = {
 }
 
 __all__ = [
+    "Contract",
     "GradScaler",
     "HalfstepError",
     "Hardware",

@@ -18,6 +18,7 @@ def parameters(function):
 
 def test_public_names():
     assert sorted(halfstep.__all__) == [
+        "Contract",
         "GradScaler",
         "HalfstepError",
         "Hardware",
@@ -56,6 +57,7 @@ def test_stepper():
         "passes_closure",
         "log",
         "watch",
+        "contract",
         "hardware",
     ]
     public = {name for name in dir(halfstep.Stepper) if not name.startswith("_")}
@@ -113,6 +115,11 @@ def test_policy_settings():
         "ceiling",
         "hysteresis",
     ]
+
+
+def test_contract():
+    assert [field.name for field in dataclasses.fields(halfstep.Contract)] == ["every", "allow"]
+    assert halfstep.Contract() == halfstep.Contract(every=100, allow=())
 
 
 def test_record_keys():

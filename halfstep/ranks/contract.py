@@ -32,16 +32,16 @@ class Contract:
     """
 
     every: int = 100
-    allow: Sequence[str] = ()
+    allow: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not hasattr(self.every, "__index__") or self.every < 1:
             raise HalfstepError(f"every={self.every}", "ranks compare every so many windows", "Use 1, 2, 3, ...")
-        if isinstance(self.allow, str) or not set(self.allow) <= set(ALLOWED):
+        if not isinstance(self.allow, tuple) or not set(self.allow) <= set(ALLOWED):
             raise HalfstepError(
                 f"allow={self.allow!r}",
                 "a difference in anything else would train the ranks apart",
-                f"Use a tuple of {' and '.join(ALLOWED)}, or none of them.",
+                "Use ('device',), ('torch',) or both.",
             )
 
 

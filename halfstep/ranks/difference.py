@@ -9,20 +9,22 @@ _NOT_THERE = "not at all"
 
 
 class Difference(NamedTuple):
-    """What is said of a rank ("computes"), what it is there ("in fp16"), and what it is elsewhere ("in bf16")."""
+    """What is said of a rank ("computes"), what it is there ("in fp16"), and what it is elsewhere ("in bf16").
+
+    num_more: things of the same kind that are not the same either.
+    """
 
     what: str
     here: str
     elsewhere: str
+    num_more: int = 0
 
 
 def first_difference(here: Mapping[str, str], elsewhere: Mapping[str, str]) -> Difference:
     """The first of two ranks' words that are not the same."""
-    for what in {**elsewhere, **here}:
-        found = Difference(what, here.get(what, _NOT_THERE), elsewhere.get(what, _NOT_THERE))
-        if found.here != found.elsewhere:
-            return found
-    raise AssertionError("words that differ")
+    differs = [what for what in {**elsewhere, **here} if here.get(what) != elsewhere.get(what)]
+    what = differs[0]
+    return Difference(what, here.get(what, _NOT_THERE), elsewhere.get(what, _NOT_THERE), len(differs) - 1)
 
 
 def say(differences: Mapping[int, Difference], others: Iterable[int]) -> str:
@@ -36,10 +38,11 @@ def say(differences: Mapping[int, Difference], others: Iterable[int]) -> str:
     sentences = []
     for what, held in rows.items():
         (first, ranks), *more = held.items()
-        elsewhere = next(d.elsewhere for d in differences.values() if d.what == what)
+        one = next(difference for difference in differences.values() if difference.what == what)
         parts = [f"{name_ranks(ranks)} {_plural(what) if len(ranks) > 1 else what} {first}"]
         parts += [f"{name_ranks(ranks)} {here}" for here, ranks in more]
-        sentences.append(", ".join([*parts, f"{name_ranks(others)} {elsewhere}"]))
+        also = f" (and {one.num_more} more like it)" if one.num_more else ""
+        sentences.append(", ".join([*parts, f"{name_ranks(others)} {one.elsewhere}"]) + also)
     left_out = f"; {len(sentences) - 3} more" if len(sentences) > 3 else ""
     return "; ".join(sentences[:3]) + left_out
 
