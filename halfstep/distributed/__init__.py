@@ -23,7 +23,9 @@ _HOME: dict[str, str] = {
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'halfstep.distributed' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"halfstep.distributed.{_HOME[name]}"), name)
+    value = getattr(importlib.import_module(f"halfstep.distributed.{_HOME[name]}"), name)
+    globals()[name] = value  # over the module of the same name, which its import has put there
+    return value
 
 
 def __dir__() -> list[str]:
