@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -89,10 +89,10 @@ def norms_of(gradients: Iterable[torch.Tensor]) -> tuple[torch.Tensor, torch.Ten
     return norms, torch.linalg.vector_norm(norms)
 
 
-def nonfinite(gradients: Mapping[torch.Tensor, torch.Tensor], norms: torch.Tensor) -> list[torch.Tensor]:
+def nonfinite(parameters: Collection[torch.Tensor], norms: torch.Tensor) -> list[torch.Tensor]:
     """The parameters whose gradient has a norm that is not finite; all, where only the sum of their squares is not."""
-    bad = [p for p, norm in zip(gradients, norms.tolist(), strict=True) if not math.isfinite(norm)]
-    return bad or list(gradients)
+    bad = [p for p, norm in zip(parameters, norms.tolist(), strict=True) if not math.isfinite(norm)]
+    return bad or list(parameters)
 
 
 def nonfinite_share(gradients: Iterable[torch.Tensor], finite: Iterable[torch.Tensor] = ()) -> float:

@@ -8,7 +8,7 @@ that are the same on all of them: no rank waits for a collective that another ha
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from halfstep.gradients import (
     Gradients,
     add_gradients,
+    gradients_of,
     multiply,
     nonfinite,
     nonfinite_share,
@@ -61,6 +62,7 @@ class Replay:
         is_last: bool,
         differentiate: Callable[[Mapping[torch.Tensor, torch.Tensor]], tuple[torch.Tensor, float | torch.Tensor]],
         mend: Callable[[Fault], float | None],
+        tell: Callable[[Sequence[torch.Tensor], float], None],
         is_current: Callable[[], bool],
     ) -> tuple[torch.Tensor, float | torch.Tensor, bool]:
         """Run one micro-batch until its gradient is finite, and add that to the sums.
@@ -74,17 +76,17 @@ class Replay:
         differentiate: one pass, forward and backward; gradients of the parameters that it is given can be dropped.
         mend:          what can be done about a fault: the factor by which the scale has changed, and the micro-batch
                        runs again, or None: what is not finite stays in the sums, so that the window will be skipped.
+        tell:          hears of the parameters at fault and of the factor, once everything here fits it.
         is_current:    whether the window still exists; ``mend`` may end it, by an exception.
         """
         ranks = self._ranks
         is_alone, sums_travel = ranks.is_alone(is_last), ranks.sums_travel(is_last)
         self.start.save()
         self.statistics.save()
+        self.come_together(window, is_last)
         sums = take_gradients(self._optimizer)
-        if window.num_micro_batches and not is_alone and ranks.is_alone(False):
-            self.agree(sums, window)
         kept: Gradients = {}
-        lowered, is_finite = 1.0, False
+        lowered, is_finite, is_repeated = 1.0, False, False
         is_one_of_many = is_alone and ranks.num > 1
         try:
             while True:
@@ -96,10 +98,11 @@ class Replay:
                 if not gradients:
                     break
                 total, loss_value, norm_value = self._judge(gradients, loss, count, window, is_alone)
-                if math.isfinite(norm_value) or (window.is_left and not is_one_of_many):
+                if math.isfinite(norm_value) or window.is_left:
                     is_finite = math.isfinite(norm_value) and not is_one_of_many
-                    is_whole = is_last and not kept and (sums_travel or not window.num_micro_batches)
-                    window.total = total if is_whole and not is_one_of_many else None
+                    # Not by what is kept here, since all ranks go by it: who has no total asks the others for one.
+                    is_whole = is_last and not is_repeated and (sums_travel or not window.num_micro_batches)
+                    window.total = total if is_whole and not ranks.is_pending else None
                     break
                 bad = nonfinite(gradients, total.norms)
                 window.nonfinite_share = nonfinite_share(gradients.values(), kept.values())
@@ -108,12 +111,13 @@ class Replay:
                 if factor is None:
                     window.is_left |= is_one_of_many
                     break
-                lowered *= factor
+                lowered, is_repeated = lowered * factor, True
                 missing = set(bad) if math.isfinite(loss_value) else set(gradients)
                 kept |= {p: g for p, g in gradients.items() if p not in missing}
                 del gradients
                 multiply([*sums.values(), *kept.values()], factor)
                 window.num_replays += 1
+                tell(bad, factor)
                 self.start.restore()
                 self.statistics.restore()
             if sums_travel:
@@ -130,18 +134,28 @@ class Replay:
             put_gradients(sums)
         return loss, count, is_finite
 
-    def agree(self, sums: Gradients, window: Window) -> None:
+    def come_together(self, window: Window, is_last: bool) -> None:
+        """Let the ranks :meth:`agree` before the micro-batch in which their gradients come together."""
+        if window.num_micro_batches and self._ranks.is_alone(False) and not self._ranks.is_alone(is_last):
+            self.agree(window)
+
+    def agree(self, window: Window) -> None:
         """Go to the lowest scale of all ranks, with the sums of this one, and learn whether any holds a bad gradient.
 
-        Every rank calls it, when the micro-batches that are its own are over.
+        Every rank calls it, when the micro-batches that are its own are over. What is decided from then on is decided
+        from what they know by this.
         """
         state = self._scale.state_dict()
-        own = [state["value"], state["num_clean"], -float(window.is_left)]
-        value, num_clean, is_left = self._ranks.lowest(torch.tensor(own, device=self.start.device)).tolist()
+        had_fault = window.nonfinite_share is not None
+        flags = [had_fault, window.is_left, window.is_exhausted]
+        own = [state["value"], state["num_clean"], *(-float(flag) for flag in flags)]
+        value, num_clean, *minus = self._ranks.lowest(torch.tensor(own, device=self.start.device)).tolist()
         if value != own[0]:
-            multiply(sums.values(), value / own[0])
+            multiply(gradients_of(self._optimizer).values(), value / own[0])
         self._scale.load_state_dict({**state, "value": value, "num_clean": int(num_clean)})
-        window.is_left = is_left != 0.0
+        had_fault, window.is_left, window.is_exhausted = (flag != 0.0 for flag in minus)
+        if had_fault and window.nonfinite_share is None:
+            window.nonfinite_share = 0.0  # none of the elements here, but the verdict is one to look at
 
     def _judge(
         self,

@@ -38,7 +38,6 @@ from halfstep.gradients import (
     gradients_of,
     nonfinite,
     nonfinite_share,
-    norms_of,
     put_gradients,
     take_gradients,
 )
@@ -180,9 +179,10 @@ class Stepper:
         self._comparison = Comparison(self.ranks, contract, hardware.name, requested.compute == "auto")
         if self._comparison.is_due:
             self._comparison.check(self._facts())
-        # Of several ranks one may have a hook that the others lack; who reads the verdict, reads it on all.
-        gates = torch.tensor(float(scheduler is not None or on_applied is not None), device=self.region.device)
-        self._gates = bool(self.ranks.highest(gates))
+        # Of several ranks one may have a hook that the others lack, or explain something earlier than they do; who
+        # reads the verdict, reads it on all.
+        gates = scheduler is not None or on_applied is not None or (explain and self.ranks.num > 1)
+        self._gates = bool(self.ranks.highest(torch.tensor(float(gates), device=self.region.device)))
         self._window = Window()
         with together(self.ranks):  # what ranks ask each other in it comes first
             self._watcher = make_watcher(self.ranks, self.scale, self.policy, self.info, log, watch, self._tell)
@@ -241,6 +241,8 @@ class Stepper:
         As :meth:`step`, without replay.
         """
         loss, count = self._read_loss(loss)
+        if self._can_replay:
+            self._replay.come_together(self._window, self._is_last)
         self._accumulate(loss)
         return self._end_micro_batch(loss, count, None)
 
@@ -378,6 +380,7 @@ class Stepper:
                 self._is_last,
                 partial(self._run, closure),
                 partial(self._mend, closure),
+                self._report_overflow,
                 is_current=lambda: self._window is window,
             )
             self._had_hopeless &= not is_finite
@@ -435,43 +438,64 @@ class Stepper:
         if self._explainer and (is_exhausted or not is_finite):
             self._tell(self._explainer.explain(self._capture(closure)))
         factor = 1.0
+        # A batch that brought the scale all the way down may be the only one; a second in a row is not.
+        may_stop = is_exhausted and (fault.lowered == 1.0 or self._had_hopeless)
+        if fault.is_alone and (is_exhausted or not is_finite):
+            # Here is seen who is at fault. What to do about it is for all ranks together, at the window's end.
+            window = self._window
+            window.is_exhausted |= is_exhausted
+            if self.policy.on_exhausted == "promote" and not is_finite:
+                window.makers += tuple(makers_of_loss(self._capture(closure)))
+            elif self.policy.on_exhausted == "promote" or may_stop:
+                window.makers += self._find_makers(closure)
+            if is_exhausted:
+                self.scale.undo(fault.lowered)
+            return None
         if is_exhausted:
-            # A batch that brought the scale all the way down may be the only one; a second in a row is not.
-            may_stop = (fault.lowered == 1.0 or self._had_hopeless) and not fault.is_alone
-            if fault.is_alone or not self._promote_or_stop(closure, fault.bad, self.num_steps + 1, may_stop):
-                self._had_hopeless = not fault.is_alone
+            makers = self._find_makers(closure) if self.policy.on_exhausted == "promote" or may_stop else ()
+            if not self._promote_or_stop(closure, makers, fault.bad, self.num_steps + 1, may_stop):
+                self._had_hopeless = True
                 self.scale.undo(fault.lowered)
                 return None
         elif is_finite:
             factor = self.scale.back_off() or 1.0
-        elif fault.is_alone or not self._promote_makers_of_loss(closure):
+        elif not self._promote_makers_of_loss(closure):
             # The fault is in the forward pass, which no scale mends. As above, what is not finite stays in the sums,
             # so that the window's end skips it and lowers the scale once.
             return None
-        self._report_overflow(fault.bad, factor)
         return factor
 
-    def _promote_or_stop(
-        self, closure: Callable[[], Loss] | None, bad: Sequence[torch.Tensor], step: int, may_stop: bool = True
-    ) -> bool:
-        """The scale is exhausted: find who made the first non-finite value, and do what the policy says.
+    def _find_makers(self, closure: Callable[[], Loss] | None) -> tuple[Producer, ...]:
+        """Who makes the first non-finite value of a micro-batch now; nobody where this rank cannot look by itself."""
+        if closure is None or not self.ranks.looks_alone:
+            return ()
+        producer = self._capture(closure).find_producer()
+        return () if producer is None else (producer,)
 
-        True when a module was promoted to fp32 and the micro-batch can run again. Otherwise it raises, or says False
-        where it may not stop.
+    def _promote_or_stop(
+        self,
+        closure: Callable[[], Loss] | None,
+        makers: Sequence[Producer],
+        bad: Sequence[torch.Tensor],
+        step: int,
+        may_stop: bool,
+    ) -> bool:
+        """No scale mends the gradient of ``bad``: do what the policy says. All ranks do it together.
+
+        True when modules were promoted to fp32 and the micro-batch can run again. Otherwise it raises, or says False
+        where it may not stop. ``makers``: those that this rank knows of.
         """
         if self.policy.on_exhausted == "stop" and not may_stop:
             return False
-        found = None if closure is None else self._capture(closure).find_producer()
-        producer = next((each for each in self.ranks.gather(found) if each is not None), None)
-        if self.policy.on_exhausted == "promote" and can_promote(producer, self.policy):
-            self._promote(producer, step)
+        of_all = [producer for of_rank in self.ranks.gather(tuple(makers)) for producer in of_rank]
+        if self.policy.on_exhausted == "promote" and self._promote_each(of_all, step):
             return True
         if not may_stop:
             return False
         if self._can_replay and closure is not None:
             self._replay.start.restore()
         self._drop_window()
-        error = exhausted(self.policy, step, _names(self.ranks.module, bad), producer)
+        error = exhausted(self.policy, step, _names(self.ranks.module, bad), next(iter(of_all), None))
         if self._watcher:
             self._watcher.alert("scale-exhausted", step, error)
         raise error
@@ -484,16 +508,18 @@ class Stepper:
         if self.policy.on_exhausted == "stop":
             return False
         of_ranks = self.ranks.gather(makers_of_loss(self._capture(closure)))
-        makers = {producer.module: producer for makers in of_ranks for producer in makers}
-        for producer in makers.values():
-            self._promote(producer, self.num_steps + 1)
-        return bool(makers)
+        return self._promote_each([producer for makers in of_ranks for producer in makers], self.num_steps + 1)
 
-    def _promote(self, producer: Producer, step: int) -> None:
-        self.region.promote(producer.module)
-        self.masters.settle(self.policy)
-        self._promoted.append(producer.module)
-        self._tell(Promotion(step, producer.module, str(self.policy), str(producer)))
+    def _promote_each(self, makers: Sequence[Producer], step: int) -> bool:
+        """Promote those that are modules in 16 bit; whether there was one."""
+        num_promoted = len(self._promoted)
+        for producer in makers:
+            if can_promote(producer, self.policy):
+                self.region.promote(producer.module)
+                self.masters.settle(self.policy)
+                self._promoted.append(producer.module)
+                self._tell(Promotion(step, producer.module, str(self.policy), str(producer)))
+        return len(self._promoted) > num_promoted
 
     def _capture(self, closure: Callable[[], Loss], start: RandomState | None = None) -> Capture:
         """A micro-batch of this window as it began: with ``start``, or as the last one that could be replayed."""
@@ -527,7 +553,8 @@ class Stepper:
         window = self._window
         if self.ranks.is_pending:
             if self._can_replay:
-                self._replay.agree(gradients_of(self.optimizer), window)
+                self._replay.agree(window)
+                self._had_hopeless &= window.is_left
             self.ranks.bring_together([p for group in self.optimizer.param_groups for p in group["params"]])
         gradients, verdict = self._judge(window)
         self._comparison.end_window(gradients)
@@ -546,15 +573,17 @@ class Stepper:
             raise
         if applied is None and needs_verdict:
             applied = verdict.found.item() == 0.0
-        bad: list[torch.Tensor] = []
+        may_stop = is_to_mend = False
         if applied is False:
             self._statistics.restore()
             window.nonfinite_share = nonfinite_share(gradients.values())
             if self._explainer and not self._can_replay and verdict.overflow:
                 self._tell(self._explainer.explain_window(self._capture, verdict, self.scale))
-            # In a replay an exhausted scale is noticed where it happens, in the micro-batch.
-            if not is_replayed and verdict.overflow and self.scale.is_exhausted():
-                bad = nonfinite(gradients, norms_of(gradients.values())[0])
+            # In a replay an exhausted scale is noticed where it happens, in the micro-batch, but not by a rank alone.
+            if not is_replayed and verdict.overflow:
+                may_stop = self.scale.is_exhausted() or (window.is_exhausted and self._had_hopeless)
+                is_to_mend = may_stop or window.is_left
+                self._had_hopeless |= window.is_exhausted
         # Update.
         self.num_steps += 1
         self.scale.update(verdict.overflow)
@@ -571,9 +600,11 @@ class Stepper:
         if self._watcher:
             self._watcher.step(report, verdict, window.nonfinite_share)
         self._tell(report)
-        if bad:
+        if is_to_mend:
             with torch.enable_grad():
-                self._promote_or_stop(closure, bad, self.num_steps)
+                makers = window.makers if window.is_left else self._find_makers(closure)
+                bad = nonfinite(verdict.parameters, verdict.norms)
+                self._promote_or_stop(closure, makers, bad, self.num_steps, may_stop)
         return report
 
     def _judge(self, window: Window) -> tuple[Gradients, Verdict]:
@@ -665,6 +696,7 @@ class Stepper:
                 "num_replays": window.num_replays,
                 "nonfinite_share": window.nonfinite_share,
                 "is_left": window.is_left,
+                "is_exhausted": window.is_exhausted,
                 "statistics": self._statistics.state_dict() if window.num_micro_batches else {},
                 "gradients": {} if numbers_only else {names[p]: g.clone() for p, g in gradients.items()},
             },

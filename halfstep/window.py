@@ -10,6 +10,7 @@ import torch
 from halfstep.errors import HalfstepError
 from halfstep.gradients import Gradients, is_not_finite, is_one, norms_of
 from halfstep.ranks.one import Ranks, Total
+from halfstep.record import Producer
 from halfstep.scale import NoScale
 
 Loss = torch.Tensor | tuple[torch.Tensor, "int | float | torch.Tensor"]
@@ -28,7 +29,11 @@ class Window:
     total: Total | None = None
     """What it adds up to, where a replay's verdict has found that out already."""
     is_left: bool = False
-    """Some rank holds a gradient that is not finite in the sums, which no replay mends: the window will be skipped."""
+    """A rank by itself holds a gradient that is not finite in the sums, so that the window will be skipped."""
+    is_exhausted: bool = False
+    """That gradient is not finite at the floor of the scale either."""
+    makers: tuple[Producer, ...] = ()
+    """Who made what is not finite, where only all ranks together can do something about it."""
 
     def add(self, loss: torch.Tensor, count: float | torch.Tensor) -> None:
         """One more micro-batch."""

@@ -52,7 +52,7 @@ def ranks_of(model: nn.Module) -> Ranks:
 def check_ranks(ranks: Ranks, policy: Policy, explains: bool) -> None:
     """Refuse what an engine cannot do, where each forward pass is one of all ranks, or does otherwise than said."""
     ranks.check(policy)
-    if ranks.is_alone(is_last=False) or ranks.num == 1:
+    if ranks.looks_alone:
         return
     if policy.master != "fp32":
         raise HalfstepError(

@@ -46,30 +46,39 @@ class Group(Ranks):
                 loss_sum.double(),
                 count.double() if isinstance(count, torch.Tensor) else bad_loss.new_full((), count),
                 bad_loss,
-                bad_loss * self.rank,
+                bad_loss * self.numbers[self.rank],
                 bad_norm,
-                bad_norm * self.rank,
+                bad_norm * self.numbers[self.rank],
             ]
         )
-        squares = self._squares(gradients, norms)
-        summed = self._all_reduce(torch.cat([numbers, squares]), distributed.ReduceOp.SUM)
-        numbers, squares = summed[: len(numbers)], summed[len(numbers) :]
-        loss_sum, count = (numbers[:2] / self.num).float()
+        part = self._part(gradients, norms, norm)
+        summed = self._all_reduce(torch.cat([numbers, part]), distributed.ReduceOp.SUM)
+        numbers, parts = summed[: len(numbers)], summed[len(numbers) :]
+        loss_sum, count = (numbers[0] / self.num).to(loss_sum.dtype), (numbers[1] / self.num).float()
         faults = numbers[2:].float()
-        norms, norm = self._norms(gradients, norms, norm, squares)
+        norms, norm = self._norms(gradients, norms, parts)
         # What one rank found is so for all, whatever adding up made of it.
         norm = norm.masked_fill((faults[2] > 0) & norm.isfinite(), torch.nan)
         return Total(norms, norm, loss_sum, count, faults)
 
-    def _squares(self, gradients: Gradients, norms: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the square of each whole gradient's norm, in fp64; empty where all hold the whole."""
-        return norms.new_empty(0, dtype=torch.float64)
+    def _part(self, gradients: Gradients, norms: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
+        """What this rank adds to the numbers that :meth:`_norms` takes, in fp64 and as many on every rank.
+
+        Where all hold the whole gradient that is its norm, from the first rank alone: computed elsewhere it may differ
+        in the last bit, and clip replicas apart.
+        """
+        part = norm.double().reshape(1)
+        return part if self.rank == 0 else torch.zeros_like(part)
 
     def _norms(
-        self, gradients: Gradients, norms: torch.Tensor, norm: torch.Tensor, squares: torch.Tensor
+        self, gradients: Gradients, norms: torch.Tensor, parts: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The norms of the whole gradients from the sums of :meth:`_squares`."""
-        return norms, norm
+        """The norms of the whole gradients, and of all together, from the sums of :meth:`_part`."""
+        return norms, parts[0].to(norms.dtype)
+
+    @property
+    def looks_alone(self) -> bool:
+        return self.num == 1 or self.is_alone(is_last=False)
 
     def lowest(self, numbers: torch.Tensor) -> torch.Tensor:
         return self._all_reduce(numbers, distributed.ReduceOp.MIN)

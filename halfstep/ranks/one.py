@@ -126,6 +126,11 @@ class Ranks:
         """The parameters of which several ranks hold the same, for the precision contract; as many on every rank."""
         return ()
 
+    @property
+    def looks_alone(self) -> bool:
+        """Whether a pass that is only looked at, :meth:`quietly`, involves no other rank."""
+        return True
+
     def quietly(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """``closure`` as a pass that is only looked at: no other rank takes part, where the engine can do that."""
         return closure

@@ -40,10 +40,12 @@ class Shards(Group):
                     "nobody adds up its gradient over the ranks, so that the replicas would part",
                     "Call fully_shard(model) on the outermost module last, without ignored_params.",
                 )
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self._places = {id(p): place for place, p in enumerate(self._parameters)}
+        # Frozen ones too, since they may be trained later.
+        parameters = [p for p in model.parameters() if isinstance(p, DTensor)]
+        self._places = {id(p): place for place, p in enumerate(parameters)}
+        self._indices: dict[tuple[int, ...], torch.Tensor] = {}
         self._copies = torch.tensor(
-            [float(self.num) / _num_shards(p) for p in self._parameters], dtype=torch.float64, device=self.device
+            [float(self.num) / _num_shards(p) for p in parameters], dtype=torch.float64, device=self.device
         )
         sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
         weakref.finalize(self, model.register_forward_hook(partial(_reshard_after_evaluation, sharded)).remove)
@@ -54,21 +56,27 @@ class Shards(Group):
     def is_alone(self, is_last: bool) -> bool:
         return False
 
-    def _squares(self, gradients: Gradients, norms: torch.Tensor) -> torch.Tensor:
-        # Over all parameters, so that it is as long on every rank. A part that several ranks hold is counted once.
+    @property
+    def looks_alone(self) -> bool:
+        return False
+
+    def _part(self, gradients: Gradients, norms: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
+        # Squares, of all parameters, so that they are as many on every rank. What several ranks hold is counted once.
         squares = torch.zeros_like(self._copies)
         squares[self._index(gradients)] = norms.double().square()
         return squares / self._copies
 
     def _norms(
-        self, gradients: Gradients, norms: torch.Tensor, norm: torch.Tensor, squares: torch.Tensor
+        self, gradients: Gradients, norms: torch.Tensor, parts: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return squares[self._index(gradients)].sqrt().float(), squares.sum().sqrt().float()
+        return parts[self._index(gradients)].sqrt().float(), parts.sum().sqrt().float()
 
-    def _index(self, gradients: Gradients) -> Any:
-        if len(gradients) == len(self._parameters):
-            return slice(None)
-        return [self._places[id(parameter)] for parameter in gradients]
+    def _index(self, gradients: Gradients) -> torch.Tensor:
+        """The places of these gradients, which come in the optimizer's order; on the device, once."""
+        places = tuple(self._places[id(parameter)] for parameter in gradients)
+        if places not in self._indices:
+            self._indices[places] = torch.tensor(places, device=self.device)
+        return self._indices[places]
 
     def copies(self) -> Sequence[Copies]:
         # Those that are cut along the same dimensions of the mesh have the same places.
