@@ -20,7 +20,7 @@ def ranks_of(model: nn.Module) -> Ranks:
         raise HalfstepError(
             "a Stepper over a DeepSpeed engine",
             "DeepSpeed accumulates, unscales, clips and steps itself",
-            "Use halfstep.DeepSpeedStepper(engine), which gives the same reports.",
+            "Use halfstep.distributed.DeepSpeedStepper(engine), which gives the same reports.",
         )
     if not (distributed.is_available() and distributed.is_initialized()):
         return Ranks(model)

@@ -1,0 +1,82 @@
+"""DeepSpeed engines that the tests of its stepper share: a small net, its batches, and the engine over it."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from reference.nets import CPU
+from torch import nn
+
+from halfstep.distributed import DeepSpeedStepper, deepspeed_config
+
+
+class Net(nn.Module):
+    """Without biases and norms that are trained, which DeepSpeed keeps in 16 bit and ``master=copy`` in fp32.
+
+    Weights are numbers that every format holds, since DeepSpeed makes its fp32 copy of what the 16-bit ones hold.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(8, 32, bias=False), nn.Linear(32, 4, bias=False)
+        self.norm = nn.LayerNorm(32, elementwise_affine=False)
+        for weight in self.parameters():
+            weight.data = (weight.data * 2**7).round() / 2**7
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.norm(self.body(x.to(self.body.weight.dtype))))).softmax(-1)
+
+
+def make_net():
+    torch.manual_seed(0)
+    return Net()
+
+
+def make_optimizer(model):
+    return torch.optim.SGD(model.parameters(), lr=2.0**-6, momentum=0.5)
+
+
+def make_engine(config, optimizer=make_optimizer):
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+
+    # It would compile a collective of its own for CPUs, for many seconds.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    model = make_net()
+    config = {"zero_allow_untested_optimizer": True, **config}
+    return deepspeed.initialize(model=model, optimizer=optimizer(model), config=config)[0]
+
+
+def make_stepper(policy, stage, *, accumulate=1, max_norm=None, optimizer=make_optimizer, **settings):
+    config = deepspeed_config(policy, stage=stage, accumulate=accumulate, max_norm=max_norm, hardware=CPU)
+    settings = {"watch": False, **settings}
+    return DeepSpeedStepper(make_engine(config, optimizer), hardware=CPU, **settings)
+
+
+def weights_of(engine):
+    """The fp32 weights, by name; all ranks ask for them."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    return {name: safe_get_full_fp32_param(p).clone() for name, p in engine.module.named_parameters()}
+
+
+def batches(num_micro, owner=None):
+    """Micro-batches of 1 to 5 samples, those of one of two ranks or of both, and a factor that now and then spikes."""
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(num_micro):
+        for rank in range(2):
+            num = int(torch.randint(1, 6, (), generator=generator))
+            x, y = torch.randn(num, 8, generator=generator), torch.randn(num, 4, generator=generator)
+            spike = float(torch.rand((), generator=generator) < 0.1)
+            if owner in (rank, None):
+                yield x, y, 1.0 + 2.0**12 * spike
+
+
+def sum_of_loss(model, x, y, factor=1.0):
+    """(sum, count), as a closure returns them."""
+    return (model(x).float() - y).square().sum() * factor, len(x)
+
+
+def numbers_of(report):
+    return report.loss, report.grad_norm, report.scale, report.applied, report.reason
