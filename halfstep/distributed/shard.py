@@ -68,6 +68,12 @@ def shard(
     _check_start(model)
     if mesh is None:
         mesh = init_device_mesh(_kind_of(model), (distributed.get_world_size(),))
+    elif mesh.ndim > 2 or (mesh.ndim == 2 and mesh.mesh_dim_names is None):
+        raise HalfstepError(
+            f"a mesh of {mesh.ndim} dimensions{'' if mesh.mesh_dim_names else ' without names'}",
+            "weights are cut over one, or replicated over the first of two and cut over the second",
+            'Use init_device_mesh(kind, (replicas, shards), mesh_dim_names=("replicate", "shard")).',
+        )
     device = f"cuda:{torch.cuda.current_device()}" if mesh.device_type == "cuda" else mesh.device_type
     policy, _ = resolve(policy, detect(device))
     check_module_rules(policy.modules, [name for name, _ in model.named_modules()])
@@ -119,13 +125,11 @@ def bundles_of(model: nn.Module, policy: Policy, blocks: dict[str, nn.Module]) -
         for parameter in module._parameters.values():
             if parameter is not None:
                 places[parameter].append((block_around(path, blocks), module))
-    formats = formats_of(model, policy)
+    formats = _gathered(model, policy)
     held: defaultdict[str, defaultdict[str, list[nn.Parameter]]] = defaultdict(lambda: defaultdict(list))
     for parameter, owners in places.items():
-        is_kept = parameter.dtype not in LOW_DTYPES | {torch.float32} and parameter.is_floating_point()
-        format = "fp32" if is_kept or formats[parameter] not in SIXTEEN_BIT else formats[parameter]
         if len({block for block, _ in owners}) == 1 and all(module is not model for _, module in owners):
-            held[owners[0][0]][format].append(parameter)
+            held[owners[0][0]][formats[parameter]].append(parameter)
     bundles = []
     for path, by_format in held.items():
         if path:
@@ -137,6 +141,20 @@ def bundles_of(model: nn.Module, policy: Policy, blocks: dict[str, nn.Module]) -
                 modules = {module: None for p in by_format[format] for _, module in places[p]}
                 bundles.append(Bundle(format, list(modules), set(by_format[format]), is_block=False))
     return bundles
+
+
+def _gathered(model: nn.Module, policy: Policy) -> dict[torch.Tensor, str]:
+    """The format that each parameter is gathered in: fp32 or one of 16 bit.
+
+    As master weights are held, but for tables that are looked up, unless a rule asks for 16 bit: autocast leaves them
+    in fp32, and the gradient of a 16-bit table is summed up in 16 bit on a CPU, where it stops growing.
+    """
+    formats = {p: format if format in SIXTEEN_BIT else "fp32" for p, format in formats_of(model, policy).items()}
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and policy.rule_of(path) not in SIXTEEN_BIT:
+            formats[module.weight] = "fp32"
+    # What is fp64 stays so, as under autocast.
+    return {p: "fp32" if p.dtype == torch.float64 else format for p, format in formats.items()}
 
 
 def _format_of_block(by_format: dict[str, list[nn.Parameter]]) -> str:
