@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import math
 import os
 import platform
@@ -11,6 +12,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +28,8 @@ from halfstep.watch.entry import LAYERS_EVERY, Entry, RunStart, Step
 from halfstep.watch.session import Session
 from halfstep.watch.settings import Watch
 from halfstep.window import Verdict, why_skipped
+
+logger = logging.getLogger("halfstep")
 
 EVERY = 10
 """Steps that are read together, and from one decision about the loss scale to the next."""
@@ -93,7 +97,7 @@ class Watcher:
         # Weakly, since a stepper and its watcher would keep each other, and an open region, until a garbage collection.
         self._on_alert = weakref.WeakMethod(on_alert)
         self._untold: list[Alert] = []
-        self.session = Session(run, settings, log, self._on_alert)
+        self.session = Session(run, settings, log, self._on_alert, partial(_lost, ranks.report))
         # Ahead of the hooks that an exporter's package has registered by now: wandb's ends its service.
         atexit.unregister(_close_all)
         atexit.register(_close_all)
@@ -127,6 +131,8 @@ class Watcher:
             self._decide(report.step)
             self._num_sent = self._readback.send()
             self._read()
+        for entry in self._ranks.news():
+            self._keep(entry)
         self._tell()
 
     def event(self, kind: str, event: Mapping[str, Any]) -> None:
@@ -215,6 +221,7 @@ class Watcher:
                 _num_elements(bad) / max(1, _num_elements(verdict.parameters)) if bad else 0.0,
                 tuple(self._name(parameter) for parameter in bad),
                 count,
+                int(faults[1]) if faults and faults[0] == 1 else None,
                 self._memory_mib,
             )
         )
@@ -279,6 +286,12 @@ def may_lower(ranks: Ranks, scale: NoScale, watches: bool) -> bool:
     if scale.kind != "dynamic" or ranks.num == 1:
         return scale.kind == "dynamic" and _rank()[1] == 1
     return bool(ranks.lowest(torch.full((), float(watches), device=scale.value.device)).item())
+
+
+def _lost(report: Callable[[str], None], line: str) -> None:
+    """The log's thread could not write: told here, and by rank 0."""
+    logger.warning(line)
+    report(line)
 
 
 def _text(error: BaseException) -> str:

@@ -13,6 +13,7 @@ from torch import distributed, nn
 from halfstep.gradients import Gradients, is_not_finite
 from halfstep.ranks.fault import fault_of, is_of_ranks
 from halfstep.ranks.one import Ranks, Total
+from halfstep.ranks.pace import pace_of
 from halfstep.ranks.progress import current
 
 
@@ -28,6 +29,7 @@ class Group(Ranks):
         self.rank, self.num = distributed.get_rank(group), distributed.get_world_size(group)
         self.num_own = 0
         self.progress = current()
+        self._pace = pace_of(self.progress, self.device)
         self.numbers = distributed.get_process_group_ranks(group)
 
     def total(
@@ -88,13 +90,13 @@ class Group(Ranks):
 
     def gather(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.num
-        with self._named():
+        with self._meeting():
             distributed.all_gather_object(values, value, self.group)
         return values
 
     def hand_out(self, value: Any, source: int) -> Any:
         values = [value]
-        with self._named():
+        with self._meeting():
             distributed.broadcast_object_list(values, self.numbers[source], self.group)
         return values[0]
 
@@ -109,9 +111,25 @@ class Group(Ranks):
             raise
         finally:
             self.progress.leave()
+            self._pace.clock.start()
 
     def at_end(self, call: Callable[[str], None]) -> None:
         self.progress.at_end(call)
+
+    def report(self, trouble: str) -> None:
+        self.progress.trouble = trouble
+
+    def news(self) -> list[dict[str, Any]]:
+        entries = self._pace.entries
+        return [entries.popleft() for _ in range(len(entries))]
+
+    @contextmanager
+    def _meeting(self) -> Iterator[None]:
+        """A collective of the step itself, in which a rank waits for the others."""
+        self._pace.clock.stop()
+        with self._named():
+            yield
+        self._pace.clock.start()
 
     @contextmanager
     def _named(self) -> Iterator[None]:
@@ -127,7 +145,7 @@ class Group(Ranks):
 
     def _all_reduce(self, tensor: torch.Tensor, op: Any) -> torch.Tensor:
         self.num_own += 1
-        with self._named():
+        with self._meeting():
             distributed.all_reduce(tensor, op, self.group)
         if tensor.is_cuda:
             arrival = torch.cuda.Event()

@@ -142,6 +142,13 @@ class Ranks:
     def at_end(self, call: Callable[[str], None]) -> None:
         """Have a method called with the reason when the ranks cannot go on, before the error is raised."""
 
+    def report(self, trouble: str) -> None:
+        """Let rank 0 know of something that this rank goes on with all the same. Never waits."""
+
+    def news(self) -> Sequence[dict[str, Any]]:
+        """On rank 0: what a comparison of the ranks has given since the last call, as entries for the log."""
+        return ()
+
     def describe(self) -> Mapping[str, Any]:
         """What the engine does with formats, for the precision contract: the engine's name, formats on the wire."""
         return {"engine": "one process"}

@@ -39,7 +39,8 @@ class Place:
     for_s:     how long it has been inside, or outside, by its own clock.
     fault:     why it cannot go on: None while it can, empty when its script has come to its proper end.
     is_victim: whether that is the fault of another rank, or of somebody outside.
-    work_s:    its own work so far, in seconds; see :class:`halfstep.ranks.pace.WorkClock`.
+    num_steps: that it has begun, whatever their numbers. work_s: seconds of its own work in them; see
+               :class:`halfstep.ranks.pace.WorkClock`.
     trouble:   what it goes on with all the same, such as a log that cannot be written; empty without any.
     """
 
@@ -54,6 +55,7 @@ class Place:
     for_s: float = 0.0
     fault: str | None = None
     is_victim: bool = False
+    num_steps: int = 0
     work_s: float = 0.0
     trouble: str = ""
 
@@ -104,7 +106,7 @@ class Progress:
         self.fault: str | None = None
         self._is_victim = False
         self._host, self._pid, self._session = platform.node(), os.getpid(), os.urandom(6).hex()
-        self._beat = self._step = 0
+        self._beat = self._step = self._num_steps = 0
         self._is_inside, self._since = False, time.monotonic()
         self._endings: list[WeakMethod[Callable[[str], None]]] = []
         self._is_over = threading.Event()
@@ -126,6 +128,7 @@ class Progress:
             time.monotonic() - self._since,
             self.fault,
             self._is_victim,
+            self._num_steps,
             self.work_s(),
             self.trouble,
         )
@@ -133,6 +136,7 @@ class Progress:
     def enter(self, step: int) -> None:
         """This rank works on ``step`` from now on. After a fault it stays where that was."""
         if self.fault is None:
+            self._num_steps += step != self._step
             self._step, self._is_inside, self._since = step, True, time.monotonic()
 
     def leave(self) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,7 +48,13 @@ class Replicas(Group):
         self._overlaps = True
         self._talks_in_forward = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
         self._is_local = self._is_synchronised = False
+        self._sends_buffers = any(each.broadcast_buffers and each.modules_buffers for each in wrapped)
         self._num_calls = 0.0
+        first = next((p for p in self.module.parameters() if p.requires_grad), None)
+        if first is not None:
+            # Its gradient is the last of backward, before DDP waits for those of the others.
+            stop = partial(_stop, weakref.ref(self))
+            weakref.finalize(self, first.register_post_accumulate_grad_hook(stop).remove)
         # DDP learns a static graph in its first backward pass, which aborts the process if it is not synchronised.
         self._has_to_learn, self._learns = is_static, False
 
@@ -71,6 +79,8 @@ class Replicas(Group):
             # Buffers are sent in the forward pass of the last micro-batch, so that the others are this rank's alone.
             wrapped.require_backward_grad_sync = wrapped.require_forward_param_sync = self._is_synchronised
         self._num_calls = _num_calls() - self.num_own
+        if self._is_synchronised and self._sends_buffers:
+            self._pace.clock.stop()
 
     def is_alone(self, is_last: bool) -> bool:
         return not self._talks_in_forward and not self._learns and not (is_last and self._overlaps)
@@ -194,6 +204,11 @@ class Replicas(Group):
 
 
 SPARSE = 2.0
+
+
+def _stop(ranks: weakref.ref[Replicas], parameter: torch.Tensor) -> None:
+    if (own := ranks()) is not None and own._is_synchronised:
+        own._pace.clock.stop()
 
 
 def _kind(gradient: torch.Tensor | None) -> float:

@@ -53,6 +53,9 @@ class Shards(Group):
     def check(self, policy: Policy) -> None:
         check_gathers(self.module, policy, warns=self.rank == 0)
 
+    def begin(self, is_last: bool) -> None:
+        self._pace.clock.stop()  # forward waits for the others in its first layer
+
     def is_alone(self, is_last: bool) -> bool:
         return False
 

@@ -6,6 +6,8 @@
     layers       every LAYERS_EVERY steps: ``step``, ``parameters`` and the true 2-norms of their gradients, ``norms``
     reduction    the guard lowered the loss scale: ``step`` is the last one before, ``scale`` the one from then on
     overflow, promotion, alert    the records of halfstep.events, as their to_dict() gives them
+    ranks        rank 0 compared the ranks: milliseconds of a step, ``step_ms``, of the ``slowest`` one's own work in
+                 it, ``slowest_ms``, and the median of the others, ``others_ms``; ``troubles`` that ranks told of
     updates, ranges               reports that a loop recorded: ``step`` and the report's to_dict()
     explanation                   of a bad step, by Stepper(explain=True)
     gap          the log was lost for a while: ``num_lost`` entries were never written
@@ -42,6 +44,7 @@ class Step:
     nonfinite_at_most: share of the elements in parameters whose gradient had a norm that was not finite.
     parameters:        the names of those parameters.
     count:             what the window held, in the unit of the loss's count: tokens, samples, or micro-batches.
+    bad_rank:          the rank whose loss was not finite, where it was that of one alone.
     memory_mib:        CUDA: the most that was allocated so far; CPU: what the process holds. None where unknown.
     """
 
@@ -57,6 +60,7 @@ class Step:
     nonfinite_at_most: float = 0.0
     parameters: tuple[str, ...] = ()
     count: float = 1.0
+    bad_rank: int | None = None
     memory_mib: float | None = None
 
     @property
@@ -189,12 +193,14 @@ run       info:table? num_elements:count? can_lower:flag?
 seam      step:count
 step      step:count time:number loss:number grad_norm:number scale:number? applied:flag? reason:text?
 step      num_replays:count? nonfinite_share:number? nonfinite_at_most:number? parameters:texts? count:number?
-step      memory_mib:number?
+step      memory_mib:number? bad_rank:count?
 layers    step:count parameters:texts norms:numbers
 overflow  step:count scale:number overflowed_at:number parameters:texts nonfinite_share:number
 reduction step:count scale:number
 promotion step:count module:text
 alert     rule:text step:count severity:text message:text action:text rank:count?
+ranks     step:count num_ranks:count step_ms:number others_ms:number slowest:count slowest_host:text
+ranks     slowest_ms:number troubles:texts
 updates   step:count
 ranges    step:count
 gap       num_lost:count

@@ -81,6 +81,8 @@ class Guard:
             window.updates = entry
         elif kind == "ranges":
             window.ranges = entry
+        elif kind == "ranks":
+            window.ranks.append(entry)
         return self._judge(kind)
 
     def tick(self, now: float) -> list[Alert]:

@@ -29,6 +29,7 @@ class Session:
     log:      folder of the run, or None to keep nothing, with no thread of its own.
     on_alert: gives who is told of an alert that comes from the log's thread, over a run that is silent; None where
               nobody is left. The others are given back to the caller.
+    on_lost:  called from the log's thread with one line when the log or an exporter is lost.
     Alerts also go to Python's logger ``halfstep``, to the log, and on rank 0 to the targets of ``settings``.
 
     HalfstepError for settings, targets, exporters or a folder that cannot work. Later faults are logged, and stop
@@ -41,6 +42,7 @@ class Session:
         settings: Watch,
         log: str | os.PathLike[str] | None,
         on_alert: Callable[[], Callable[[Alert], None] | None],
+        on_lost: Callable[[str], None] = logger.warning,
     ) -> None:
         if settings.exporters and log is None:
             raise HalfstepError(
@@ -71,7 +73,7 @@ class Session:
                     made.callback(exporters[-1].close)
             if log is not None:
                 with self._lock:  # its thread may ask the guard at once, and the run's line is the first
-                    self._log = Log(log, run.rank, logger.warning, self._tick, exporters)
+                    self._log = Log(log, run.rank, on_lost, self._tick, exporters)
                     self._log.put(run.to_entry())
             made.pop_all()
 

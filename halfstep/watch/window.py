@@ -72,7 +72,7 @@ class Window:
     promoted:  the module that went to fp32 last, else empty.
     layers:    the last three entries of kind layers in which all norms are finite.
     resting:   names of parameters whose gradient was exactly 0 in an entry of kind layers and not in a later one.
-    updates, ranges: the last entry of that kind.
+    updates, ranges: the last entry of that kind. ranks: the last two of that kind.
     now:       the time of the look, in seconds; later than the last step's when the run has been silent.
     """
 
@@ -84,6 +84,7 @@ class Window:
         self.now = run.time
         self.updates: Entry | None = None
         self.ranges: Entry | None = None
+        self.ranks: deque[Entry] = deque(maxlen=2)
         self.resting: set[str] = set()
         self._is_dynamic = self.scale.kind == "dynamic"
         self._start(Level(self.scale))
