@@ -150,7 +150,17 @@ class Replicas(Group):
     ) -> Total:
         if self._is_synchronised:
             self._check_synchronised()
+            self._order_buckets()
         return super().total(gradients, norms, norm, loss_sum, count)
+
+    def _order_buckets(self) -> None:
+        """Let DDP bring its buckets into the order of its first backward pass, for which it asks the other ranks.
+
+        It would do that in the next forward pass, once, and that one is a rank's own.
+        """
+        for wrapped in self._wrapped:
+            if not wrapped._has_rebuilt_buckets:
+                wrapped._has_rebuilt_buckets = wrapped.reducer._rebuild_buckets()
 
     def _check_synchronised(self) -> None:
         """Refuse gradients that DDP has left as they were on each rank, before ranks part or wait for each other."""
