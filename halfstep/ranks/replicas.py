@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import distributed, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from halfstep.dtypes import LOW_DTYPES
@@ -18,6 +18,7 @@ from halfstep.gradients import Gradients
 from halfstep.policy import Policy
 from halfstep.ranks.group import Group
 from halfstep.ranks.one import Copies, Total
+from halfstep.ranks.progress import num_calls
 from halfstep.ranks.wire import BUCKET_NUMEL, MEANS, Bf16Hook, Lane
 
 
@@ -78,7 +79,7 @@ class Replicas(Group):
         for wrapped in self._wrapped:
             # Buffers are sent in the forward pass of the last micro-batch, so that the others are this rank's alone.
             wrapped.require_backward_grad_sync = wrapped.require_forward_param_sync = self._is_synchronised
-        self._num_calls = _num_calls() - self.num_own
+        self._num_calls = num_calls() - self.num_own
         if self._is_synchronised and self._sends_buffers:
             self._pace.clock.stop()
 
@@ -90,7 +91,7 @@ class Replicas(Group):
 
     @property
     def has_talked(self) -> bool:
-        return math.isnan(self._num_calls) or _num_calls() - self.num_own != self._num_calls
+        return math.isnan(self._num_calls) or num_calls() - self.num_own != self._num_calls
 
     @property
     def is_pending(self) -> bool:
@@ -260,12 +261,3 @@ def _check_late(wire: str, is_static: bool) -> None:
                 "Leave it out, or leave master out of the policy. (wire='bf16' of halfstep.distributed.replicate may "
                 "stay.)",
             )
-
-
-def _num_calls() -> float:
-    """How many collectives this process has begun, in all groups; NaN where a backend does not count them."""
-    groups: Iterable[Any] = distributed.distributed_c10d._world.pg_map
-    try:
-        return float(sum(group._get_sequence_number_for_group() for group in groups))
-    except RuntimeError:
-        return math.nan
