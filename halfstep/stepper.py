@@ -258,6 +258,8 @@ class Stepper:
             if self._comparison.is_due:
                 self._compare()
             if not window.num_micro_batches:
+                if self._unit is None and self.ranks.num > 1:
+                    self._fix_unit(0.0)  # others may have done so in the first micro-batch of the run
                 if self.ranks.num == 1 or not self.ranks.highest(held).item():
                     return None
                 self._begin_micro_batch()
@@ -364,12 +366,14 @@ class Stepper:
         """The loss to differentiate and its count; the unit of scaled sums is fixed by the first count."""
         loss, count = read_loss(result, self.scale.value)
         if self._unit is None:
-            self._unit = unit_of(count, self.scale.kind)
-            if self.scale.kind != "none":
-                # What is added up over ranks is in one unit.
-                unit = torch.tensor(self._unit, device=self.region.device)
-                self._unit = self.ranks.highest(unit).item()
+            self._fix_unit(unit_of(count, self.scale.kind))
         return loss, count
+
+    def _fix_unit(self, unit: float) -> None:
+        """Fix the unit of scaled sums: one for all ranks, since what they hold is added up. 0 has no say in it."""
+        if self.scale.kind != "none":
+            unit = self.ranks.highest(torch.tensor(unit, device=self.region.device)).item()
+        self._unit = unit or None
 
     def _differentiate(self, closure: Callable[[], Loss]) -> tuple[torch.Tensor, float | torch.Tensor]:
         """Loss and count of one micro-batch. Its gradient is added to the sums."""
