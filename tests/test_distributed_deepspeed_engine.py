@@ -126,6 +126,32 @@ def test_a_run_resumes_from_deepspeeds_checkpoint_to_the_bit(world2, tmp_path, s
         assert saved_scale in (None, scale)
 
 
+def part():
+    """The second rank with another policy, another rate, and another weight: what each of them says."""
+    is_odd, messages = torch.distributed.get_rank() == 1, []
+    for what in ("policy", "rate", "weight"):
+        stepper = make_stepper("bf16 op:tanh=fp32" if is_odd and what == "policy" else "bf16", 2)
+        if is_odd and what == "rate":
+            stepper.engine.optimizer.param_groups[0]["lr"] = 1.0
+        if is_odd and what == "weight":
+            stepper.engine.module.head.weight.data[0, 0] += 2.0**-20
+        x, y, _ = next(batches(1))
+        try:
+            stepper.step(lambda: sum_of_loss(stepper.engine, x, y))  # noqa: B023
+        except HalfstepError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_ranks_that_differ_are_stopped_together(world2):
+    messages, others = world2.run(part)
+    assert messages == others
+    policy, rate, weight = messages
+    assert policy.startswith("rank 1 has the policy 'bf16 op:tanh=fp32', rank 0 'bf16'")
+    assert rate.startswith("rank 1 sets lr of parameter group 0 to 1.0, rank 0 to 0.015625")
+    assert weight.startswith("rank 1 holds parameter head.weight with checksum")
+
+
 def log(folder):
     stepper = make_stepper(f"{FP16} scale.init=16", 2, watch=True, log=folder, accumulate=2)
     for batch in batches(24, torch.distributed.get_rank()):

@@ -17,14 +17,22 @@ import torch
 
 from halfstep.diagnosis.exhaustion import exhausted
 from halfstep.distributed.deepspeed_settings import policy_of
-from halfstep.distributed.zero import ZeroOptimizer
+from halfstep.distributed.zero import ZeroOptimizer, ZeroRanks, check_engine
 from halfstep.dtypes import LOW_DTYPES
 from halfstep.errors import HalfstepError
 from halfstep.events import Alert, RunInfo, StepReport
 from halfstep.formats import FORMATS, SIXTEEN_BIT
 from halfstep.hardware import Hardware
 from halfstep.policy import Policy
-from halfstep.ranks.group import Group
+from halfstep.ranks.contract import DEFAULT, Comparison, Contract
+from halfstep.ranks.facts import (
+    facts_of_machine,
+    facts_of_model,
+    facts_of_optimizer,
+    facts_of_progress,
+    facts_of_run,
+    facts_of_weights,
+)
 from halfstep.region import Region
 from halfstep.scale import make_scale
 from halfstep.snapshot import RunningStatistics
@@ -42,6 +50,7 @@ class DeepSpeedStepper:
     on_applied: called with the StepReport after each applied step, and only then.
     sinks:      called with every StepReport, and with the guard's alerts.
     log, watch: as for a Stepper, on all ranks alike.
+    contract:   when ranks compare what they have to agree on, and what they may differ in; see docs/contract.md.
 
     Call the engine in the closure, ``engine(x)``, and leave ``engine.backward`` and ``engine.step`` to the stepper.
     DeepSpeed reads its verdict on the host, once a window; that is where the report comes from.
@@ -55,8 +64,10 @@ class DeepSpeedStepper:
         sinks: Sequence[Callable[[StepReport | Alert], None]] = (),
         log: str | os.PathLike[str] | None = None,
         watch: Watch | str | os.PathLike[str] | bool = True,
+        contract: Contract = DEFAULT,
         hardware: Hardware | None = None,
     ) -> None:
+        check_engine(engine)
         self._zero = ZeroOptimizer(engine)
         self.engine, self.on_applied, self.sinks = engine, on_applied, tuple(sinks)
         self.accumulate: int = engine.gradient_accumulation_steps()
@@ -65,8 +76,8 @@ class DeepSpeedStepper:
             # The engine's forward closes an autocast region around it, unless it has one of its own.
             engine._config.torch_autocast_enabled = True
             engine._config.torch_autocast_dtype = FORMATS[self.policy.compute].dtype
-        self.ranks = Group(engine.module, engine.seq_data_parallel_group)
-        self.ranks.device = engine.device
+        self.ranks = ZeroRanks(engine)
+        self._comparison = Comparison(self.ranks, contract, self.region.hardware.name, is_auto=False)
         self.scale = make_scale(self.policy.scale, engine.device)
         self.num_steps = 0
         self._unit: float | None = None
@@ -90,31 +101,23 @@ class DeepSpeedStepper:
 
         Returns None inside a window and the StepReport at its end.
         """
-        with self.forward():
-            loss = closure()
-        return self.backward(loss)
+        with self.ranks.during(self.num_steps + 1):
+            with self.forward():
+                loss = closure()
+            return self._differentiate(loss)
 
     def forward(self) -> Region:
         """The region for a forward pass, where a loop cannot pass a closure; :meth:`backward` takes its loss."""
         if self._window.num_micro_batches == 0:
+            if self._comparison.is_due:
+                self._compare()
             self._statistics.save()
         return self.region
 
     def backward(self, loss: Loss) -> StepReport | None:
         """The second half of a micro-batch that began with ``with stepper.forward():``."""
-        loss, count = read_loss(loss, self.scale.value)
-        if self._unit is None:
-            unit = torch.tensor(unit_of(count, self.scale.kind), device=self.ranks.device)
-            self._unit = self.ranks.highest(unit).item()
-        if loss.dtype in LOW_DTYPES:
-            loss = loss.float()  # 2^16 is beyond fp16
-        with self.region.backward():
-            self._zero.backward(loss, self._at_scale / self._unit)
-        self._window.add(loss, count)
-        if self.engine.is_gradient_accumulation_boundary():
-            return self._end_window()
-        self.engine.step()
-        return None
+        with self.ranks.during(self.num_steps + 1):
+            return self._differentiate(loss)
 
     def flush(self) -> None:
         """Refuse a window that is shorter than ``accumulate``; nothing where none was begun."""
@@ -130,6 +133,21 @@ class DeepSpeedStepper:
         """End the log: write what is left of it. At the end of a process this happens by itself."""
         if self._watcher:
             self._watcher.close()
+
+    def _differentiate(self, loss: Loss) -> StepReport | None:
+        loss, count = read_loss(loss, self.scale.value)
+        if self._unit is None:
+            unit = torch.tensor(unit_of(count, self.scale.kind), device=self.ranks.device)
+            self._unit = self.ranks.highest(unit).item()
+        if loss.dtype in LOW_DTYPES:
+            loss = loss.float()  # 2^16 is beyond fp16
+        with self.region.backward():
+            self._zero.backward(loss, self._at_scale / self._unit)
+        self._window.add(loss, count)
+        if self.engine.is_gradient_accumulation_boundary():
+            return self._end_window()
+        self.engine.step()
+        return None
 
     def _end_window(self) -> StepReport:
         window, unit = self._window, self._unit or 1.0
@@ -149,6 +167,7 @@ class DeepSpeedStepper:
         overflow = found if count else 0.0
         is_exhausted = bool(overflow) and self.scale.is_exhausted()
         self.num_steps += 1
+        self._comparison.end_window({})
         self._window = Window()
         numbers = torch.tensor([loss, norm, self._at_scale, found, *faults])
         self.scale.update(self.scale.value.new_tensor(overflow))
@@ -168,6 +187,23 @@ class DeepSpeedStepper:
                 self._watcher.alert("scale-exhausted", self.num_steps, error)
             raise error
         return report
+
+    def _compare(self) -> None:
+        """Compare with the other ranks, before a window begins; a difference ends the run on each of them."""
+        every, allow = self._comparison.contract.every, self._comparison.contract.allow
+        clipping = self.engine.gradient_clipping()
+        settings = {"accumulate": self.accumulate, "max_norm": clipping, "contract": (every, *allow)}
+        self._comparison.check(
+            [
+                *facts_of_run(self.policy, self.info.requested, **settings),
+                *facts_of_machine(self.region.hardware),
+                *facts_of_model(self.ranks),
+                *facts_of_optimizer(self.engine.basic_optimizer, {}),
+                *facts_of_progress(self.num_steps, 0, self._unit, self.scale, {}),
+                *facts_of_weights(self.ranks, {}),
+            ]
+        )
+        self._comparison.is_due = False
 
     def _settle(self) -> None:
         """The scale of the next window, which DeepSpeed's logs and checkpoints show too."""

@@ -8,12 +8,15 @@ step. Works on private parts of DeepSpeed; each is looked for, and one that is g
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from halfstep.distributed.deepspeed_settings import STAGES
 from halfstep.errors import HalfstepError
+from halfstep.ranks.group import Group
+from halfstep.ranks.one import Copies
 
 
 class ZeroOptimizer:
@@ -24,7 +27,6 @@ class ZeroOptimizer:
     """
 
     def __init__(self, engine: Any) -> None:
-        check_engine(engine)
         self._engine, self._optimizer = engine, engine.optimizer
         self._has_scaler = hasattr(self._optimizer, "loss_scaler")
         needed = ("_update_scale", "overflow") if self._has_scaler else ("get_grads_for_norm",)
@@ -72,6 +74,27 @@ class ZeroOptimizer:
             torch._foreach_div_(self._optimizer.get_grads_for_norm(for_clipping=True), 0.0 if skips else divisor)
         self._engine.step()
         return self._engine.was_step_applied(), float(self._engine.get_global_grad_norm())
+
+
+class ZeroRanks(Group):
+    """The data-parallel ranks of a DeepSpeed engine, whose forward and backward passes are those of all of them."""
+
+    def __init__(self, engine: Any) -> None:
+        super().__init__(engine.module, engine.seq_data_parallel_group)
+        self._engine = engine
+        self.device = engine.device  # weights may lie elsewhere, as offloaded ones do
+
+    def is_alone(self, is_last: bool) -> bool:
+        return False
+
+    def copies(self) -> Sequence[Copies]:
+        if self._engine.zero_optimization_stage() == 3:
+            return ()
+        return [Copies(0, 1, dict(self.module.named_parameters()))]
+
+    def describe(self) -> Mapping[str, Any]:
+        reduction = str(self._engine.communication_data_type).removeprefix("torch.")
+        return {"engine": f"DeepSpeed ZeRO stage {self._engine.zero_optimization_stage():d}", "reduction": reduction}
 
 
 def check_engine(engine: Any) -> None:
