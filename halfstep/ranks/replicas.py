@@ -41,7 +41,7 @@ class Replicas(Group):
         super().__init__(model, wrapped[0].process_group)
         if getattr(model, "_orig_mod", model) is wrapped[0]:  # torch.compile wraps too
             self.module = wrapped[0].module
-        _check_parameters(model, wrapped)
+        _check_parameters(self.module, wrapped)
         wires = {_wire_of(each) for each in wrapped}
         self.wire = wires.pop() if len(wires) == 1 else "unknown"
         is_static = any(each.static_graph for each in wrapped)
