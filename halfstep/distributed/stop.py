@@ -25,6 +25,7 @@ class Stop:
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
+        self._pid = os.getpid()
         self._has_come = threading.Event()  # to the script
         self._limit_s: float | None = None
         self._ends, self._wakes = socket.socketpair()
@@ -33,11 +34,19 @@ class Stop:
         if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
             return
         self._wakes.setblocking(False)
-        before = signal.set_wakeup_fd(self._wakes.fileno(), warn_on_full_buffer=False)
-        if before != -1:  # an event loop's
-            signal.set_wakeup_fd(before)
+        self._wake(True)
         signal.signal(signal.SIGTERM, self._handle)
-        os.register_at_fork(after_in_child=_forget)
+        os.register_at_fork(
+            before=lambda: self._wake(False), after_in_parent=lambda: self._wake(True), after_in_child=_forget
+        )
+
+    def _wake(self, wakes: bool) -> None:
+        """Whether the thread is told of signals; not by a process that is being forked, whose signals are its own."""
+        with suppress(ValueError):  # only the script's thread can say that
+            file = self._wakes.fileno()
+            before = signal.set_wakeup_fd(file if wakes else -1, warn_on_full_buffer=False)
+            if before not in (-1, file):  # an event loop's
+                signal.set_wakeup_fd(before)
 
     def after(self, seconds: float) -> None:
         """End the process by force if it still lives then."""
@@ -46,6 +55,10 @@ class Stop:
             self._wakes.send(b"\0")
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:  # a process that was forked just now
+            _forget()
+            os.kill(os.getpid(), number)
+            return
         if self._progress.fault is None:
             reason = self._reason(frame)
             self._progress.say(reason, is_victim=True)

@@ -107,11 +107,10 @@ class Group(Ranks):
             with self._named():
                 yield
         except BaseException:
-            self.progress.is_broken = True
+            self.progress.is_broken = True  # and this rank is still where that happened
             raise
-        finally:
-            self.progress.leave()
-            self._pace.clock.start()
+        self.progress.leave()
+        self._pace.clock.start()
 
     def at_end(self, call: Callable[[str], None]) -> None:
         self.progress.at_end(call)
