@@ -240,11 +240,12 @@ class Stepper:
 
         As :meth:`step`, without replay.
         """
-        loss, count = self._read_loss(loss)
-        if self._can_replay:
-            self._replay.come_together(self._window, self._is_last)
-        self._accumulate(loss)
-        return self._end_micro_batch(loss, count, None)
+        with self.ranks.during(self.num_steps + 1):
+            loss, count = self._read_loss(loss)
+            if self._can_replay:
+                self._replay.come_together(self._window, self._is_last)
+            self._accumulate(loss)
+            return self._end_micro_batch(loss, count, None)
 
     @untraced
     def flush(self) -> StepReport | None:
