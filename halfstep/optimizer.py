@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import SGD, Optimizer
+from torch.optim import LBFGS, SGD, Optimizer
 
 from halfstep.dtypes import LOW_DTYPES
 from halfstep.errors import HalfstepError
@@ -23,6 +23,12 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer, master: str) -> None
     """
     check_step("optimizer", optimizer, "Use an optimizer whose step() takes one gradient, such as AdamW.")
     names = {id(parameter): name for name, parameter in model.named_parameters()}
+    if isinstance(optimizer, LBFGS) and any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
+        raise HalfstepError(
+            "LBFGS over weights that are shards",
+            "it lays all weights end to end in one tensor, which shards cannot be",
+            "Use replicas instead, halfstep.distributed.replicate(model), or another optimizer.",
+        )
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             shape = f"shape {tuple(parameter.shape)}"

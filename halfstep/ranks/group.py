@@ -41,7 +41,7 @@ class Group(Ranks):
         count: torch.Tensor | float,
     ) -> Total:
         # One SUM for everything. A flag is 0 or 1 here and whatever their sum, so that "more than 0" afterwards is
-        # what MAX gives: 1 or 0, alike on every rank. fp64, since norms travel as squares.
+        # what MAX gives: 1 or 0, alike on every rank. fp64, since a norm may travel as its square.
         bad_loss, bad_norm = is_not_finite(loss_sum).double(), is_not_finite(norm).double()
         numbers = torch.stack(
             [
