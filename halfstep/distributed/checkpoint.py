@@ -21,9 +21,9 @@ import halfstep
 from halfstep.distributed import folder as folders
 from halfstep.distributed import store
 from halfstep.distributed.contents import buffer_checksums, check_extra, contents_of, is_cut
+from halfstep.distributed.failure import error_of, failing_together
 from halfstep.distributed.optimizer_state import kind_of
 from halfstep.distributed.saved_run import SavedRun
-from halfstep.distributed.together import in_words, joint_error, together
 from halfstep.errors import HalfstepError
 from halfstep.ranks.one import Ranks
 from halfstep.stepper import Stepper
@@ -49,45 +49,34 @@ def save(folder: str | os.PathLike[str], stepper: Stepper, *, keep: int | None =
     if keep is not None and keep < 1:
         raise HalfstepError(f"keep={keep}", "the one that is saved now stays", "Use 1, 2, 3, ... or None for all.")
     ranks, root = stepper.ranks, Path(folder)
-    num_micro_batches = stepper.state_dict(numbers_only=True)["window"]["num_micro_batches"]
     what = f"a checkpoint of step {stepper.num_steps} in {folder}"
-
-    def begin() -> tuple[Path | None, dict[str, bytes]]:
+    part, whole = None, None
+    with failing_together(ranks, what, _AFTER_SAVING):
         check_extra(extra)
+        window = stepper.state_dict(numbers_only=True)["window"]
         checksums = buffer_checksums(stepper)
-        part = folders.begin(root, stepper.num_steps, num_micro_batches) if ranks.rank == 0 else None
-        return part, checksums
-
-    answers = together(ranks, what, _AFTER_SAVING, begin)
-    part = answers[0][0]
+        if ranks.rank == 0:
+            part = folders.begin(root, stepper.num_steps, window["num_micro_batches"])
+    part = ranks.hand_out(part, 0)
     assert part is not None
-    contents: dict[str, Any] = {}
-
-    def collect() -> None:
-        if not part.is_dir():
-            raise HalfstepError(what, f"this rank does not see {part}", "Use a file system that all ranks share.")
-        contents.update(contents_of(stepper, extra, [checksums for _, checksums in answers]))
-
-    def finish() -> Path | None:
-        if ranks.rank != 0:
-            return None
-        whole = folders.publish(part, {**_describe(stepper), "files": store.written_files(part)})
-        folders.prune(root, keep)
-        return whole
-
     try:
-        together(ranks, what, _AFTER_SAVING, collect)
+        of_ranks = ranks.gather(checksums)
+        with failing_together(ranks, what, _AFTER_SAVING):
+            if not part.is_dir():
+                raise HalfstepError(what, f"this rank does not see {part}", "Use a file system that all ranks share.")
+            contents = contents_of(stepper, extra, of_ranks)
         _write(part, contents, ranks, what)
-        whole = together(ranks, what, _AFTER_SAVING, finish)[0]
+        with failing_together(ranks, what, _AFTER_SAVING):
+            if ranks.rank == 0:
+                whole = folders.publish(part, _describe(stepper))
     except HalfstepError:
         if ranks.rank == 0:
             shutil.rmtree(part, ignore_errors=True)
         raise
-    except RuntimeError as error:  # of a collective: whoever is missing cannot say so
-        missing = store.ranks_without_files(part, ranks.num)
-        numbers = f", and rank {', '.join(map(str, missing))} has not written its part" if missing else ""
-        why = f"the ranks have lost each other ({in_words(error, '', '')[1]}){numbers}"
-        raise HalfstepError(what, why, _AFTER_SAVING) from error
+    with failing_together(ranks, f"an older checkpoint in {folder}", "The new one is whole."):
+        if ranks.rank == 0:
+            folders.prune(root, keep)
+    whole = ranks.hand_out(whole, 0)
     assert whole is not None
     return whole
 
@@ -104,25 +93,19 @@ def load(folder: str | os.PathLike[str], stepper: Stepper) -> Any:
     """
     _check_stepper(stepper, "load")
     ranks, root = stepper.ranks, Path(folder)
-    what = f"the checkpoint in {folder}"
     fix = "Name a folder that halfstep.distributed.save has written, which all ranks can read."
-    path = together(ranks, what, fix, lambda: folders.latest_in(root) if ranks.rank == 0 else None)[0]
+    path = None
+    with failing_together(ranks, f"the checkpoint in {folder}", fix):
+        if ranks.rank == 0:
+            path = folders.latest_in(root)
+    path = ranks.hand_out(path, 0)
     if path is None:
         return None
-    found: list[Any] = []
-
-    def check() -> None:
+    with failing_together(ranks, f"checkpoint {path}", fix):
         saved = SavedRun(path, folders.read_manifest(path), stepper)
         saved.check()
-        found.append(saved)
-
-    together(ranks, f"checkpoint {path}", fix, check)
-
-    def give() -> None:
-        found.append(found.pop().give())
-
-    together(ranks, f"checkpoint {path}", _AFTER_LOADING, give)
-    return found[0]
+    with failing_together(ranks, f"checkpoint {path}", _AFTER_LOADING):
+        return saved.give()
 
 
 def _check_stepper(stepper: Any, name: str) -> None:
@@ -136,10 +119,11 @@ def _check_stepper(stepper: Any, name: str) -> None:
 
 def _write(part: Path, contents: dict[str, Any], ranks: Ranks, what: str) -> None:
     try:
-        store.write(part, contents, getattr(ranks, "group", None))
+        with ranks.named():
+            store.write(part, contents, getattr(ranks, "group", None))
     except CheckpointException as error:
-        failures = {rank: in_words(failure, what, _AFTER_SAVING) for rank, (failure, _) in error.failures.items()}
-        raise joint_error(failures, ranks.num) from error
+        failures = {rank: failure for rank, (failure, _) in error.failures.items()}
+        raise error_of(ranks, failures, what, _AFTER_SAVING) from error
 
 
 def _describe(stepper: Stepper) -> dict[str, Any]:

@@ -83,7 +83,8 @@ def begin(folder: Path, step: int, num_micro_batches: int) -> Path:
     for path in folder.iterdir():
         if _is_leftover(path):
             shutil.rmtree(path)
-    position = position._replace(again=sum(each[:2] == position[:2] for each in found))
+    again = [each.again for each in found if each[:2] == position[:2]]
+    position = position._replace(again=max(again, default=-1) + 1)
     part = folder / f".{position}.part"
     part.mkdir()
     return part
@@ -91,8 +92,9 @@ def begin(folder: Path, step: int, num_micro_batches: int) -> Path:
 
 def publish(part: Path, manifest: Mapping[str, Any]) -> Path:
     """Make what :func:`begin` gave and the ranks have filled a checkpoint, at once; where it stands now."""
+    files = {path.name: path.stat().st_size for path in sorted(part.iterdir())}
     with open(part / MANIFEST, "w", encoding="utf-8") as file:
-        json.dump({"format": FORMAT, **manifest}, file, indent=1)
+        json.dump({"format": FORMAT, **manifest, "files": files}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
     whole = part.with_name(part.name.removeprefix(".").removesuffix(".part"))

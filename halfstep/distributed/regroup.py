@@ -34,7 +34,7 @@ def regrouped(states: Sequence[dict[str, Any]], num_ranks: int) -> dict[str, Any
         "count": _share([window["count"] for window in windows], num_ranks),
         "num_replays": max(window["num_replays"] for window in windows),
         "nonfinite_share": max(shares, default=None),
-        "is_left": any(window["is_left"] for window in windows),
+        **{key: any(window[key] for window in windows) for key in ("is_left", "is_exhausted")},
     }
     had_hopeless = any(state["had_hopeless"] for state in states)
     return {**states[0], "scale": {**scales[0], **lowest}, "had_hopeless": had_hopeless, "window": window}

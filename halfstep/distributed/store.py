@@ -24,8 +24,6 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 _FILE_BYTES = 2**28
-_WRITTEN = ".written-"
-"""A file of this name and a rank says that this rank has written all of its part."""
 
 
 class _Writer(FileSystemWriter):
@@ -36,11 +34,9 @@ class _Writer(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         results: list[WriteResult] = []
-        prefix = plan.storage_data.prefix
         for number, items in enumerate(_portions(plan.items)):
-            name = replace(plan.storage_data, prefix=f"{prefix}{number}_")
+            name = replace(plan.storage_data, prefix=f"{plan.storage_data.prefix}{number}_")
             results += super().write_data(replace(plan, items=items, storage_data=name), planner).wait()
-        (Path(self.path) / f"{_WRITTEN}{prefix.strip('_')}").touch()
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -77,22 +73,6 @@ def write(folder: Path, contents: Mapping[str, Any], group: distributed.ProcessG
             process_group=group,
             no_dist=group is None,
         )
-
-
-def ranks_without_files(folder: Path, num_ranks: int) -> list[int]:
-    """The ranks that have not written all of their part into ``folder``."""
-    return [rank for rank in range(num_ranks) if not (folder / f"{_WRITTEN}{rank}").exists()]
-
-
-def written_files(folder: Path) -> dict[str, int]:
-    """The files of ``folder`` with their bytes, after all ranks have finished; the marks of the ranks go."""
-    sizes = {}
-    for path in sorted(folder.iterdir()):
-        if path.name.startswith(_WRITTEN):
-            path.unlink()
-        else:
-            sizes[path.name] = path.stat().st_size
-    return sizes
 
 
 class _Planner(DefaultLoadPlanner):

@@ -104,7 +104,7 @@ class Group(Ranks):
     def during(self, step: int) -> Iterator[None]:
         self.progress.enter(step)
         try:
-            with self._named():
+            with self.named():
                 yield
         except BaseException:
             self.progress.is_broken = True  # and this rank is still where that happened
@@ -126,13 +126,12 @@ class Group(Ranks):
     def _meeting(self) -> Iterator[None]:
         """A collective of the step itself, in which a rank waits for the others."""
         self._pace.clock.stop()
-        with self._named():
+        with self.named():
             yield
         self._pace.clock.start()
 
     @contextmanager
-    def _named(self) -> Iterator[None]:
-        """An error of a collective, of an engine's own too, is turned into one that names the rank at fault."""
+    def named(self) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:

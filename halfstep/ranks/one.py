@@ -135,6 +135,10 @@ class Ranks:
         """``closure`` as a pass that is only looked at: no other rank takes part, where the engine can do that."""
         return closure
 
+    def named(self) -> AbstractContextManager[None]:
+        """Around collectives: an error of one, of an engine's own too, becomes one that names the rank at fault."""
+        return _NOTHING
+
     def during(self, step: int) -> AbstractContextManager[None]:
         """A call of the stepper that works on ``step``: others can learn of it, and errors of ranks name them."""
         return _NOTHING

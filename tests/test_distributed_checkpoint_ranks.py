@@ -1,0 +1,137 @@
+"""A run that was saved goes on under another engine and on another number of ranks: exact states, the same sums."""
+
+import pytest
+import torch
+from reference.loop import assert_same
+from reference.resumed import build, micro_batches, of_all_ranks, run
+
+from halfstep import StepReport
+from halfstep.distributed import load, save
+
+# One of two ranks, and one of four, comes to a lower scale than the others before the run is saved.
+POLICIES = [pytest.param("bf16", marks=pytest.mark.slow), "fp16 scale.init=16384"]
+RUNS = ["one 1", "ddp 2", "fsdp 2", "ddp 4", "fsdp 4"]
+LAYOUTS = [
+    "split16",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("copy", "split8", "kahan", "stochastic")),
+]
+STOP = 5
+"""Numbers before the run is saved: two windows, and half of the next one."""
+
+
+def end_of_window(stepper, engine):
+    """Loss and norm of the window that was open, after the rest of its samples."""
+    reports = []
+    stepper.sinks = (reports.append,)
+    pieces = micro_batches(engine, STOP, STOP + 1)
+    stepper.accumulate = stepper.state_dict()["window"]["num_micro_batches"] + len(pieces)
+    run(stepper, pieces)
+    (report,) = (report for report in reports if isinstance(report, StepReport))
+    assert report.applied
+    return report.loss, report.grad_norm
+
+
+def save_run(engine, policy, folder):
+    stepper = build(engine, policy, draws=False)
+    run(stepper, micro_batches(engine, 0, STOP))
+    save(folder, stepper)
+    before = of_all_ranks(stepper)
+    scales = stepper.ranks.gather(stepper.scale.value.item())
+    return before, end_of_window(stepper, engine), scales
+
+
+def load_runs(engine, policy, folders):
+    results = []
+    for folder in folders:
+        stepper = build(engine, policy, seed=5, draws=False)
+        load(folder, stepper)
+        results.append((of_all_ranks(stepper), end_of_window(stepper, engine)))
+    return results
+
+
+@pytest.fixture(scope="module")
+def on(world2, world4):
+    """Runs a function on the ranks of a run: its engine and their number."""
+
+    def run_on(name, function, *args):
+        engine, num = name.split()
+        if num == "1":
+            return function(engine, *args)
+        return {"2": world2, "4": world4}[num].run(function, engine, *args)[0]
+
+    return run_on
+
+
+@pytest.fixture(scope="module", params=POLICIES)
+def saved(request, on, tmp_path_factory):
+    """The policy, and every run by its name: where it was saved, what it was then, and how its window ended."""
+    folder = tmp_path_factory.mktemp("runs")
+    runs = {name: (str(folder / name), *on(name, save_run, request.param, str(folder / name))) for name in RUNS}
+    return request.param, runs
+
+
+def test_the_ranks_of_the_runs_have_parted_before_they_are_saved(saved):
+    """Or what is shown below would be little."""
+    policy, runs = saved
+    for name in ("ddp 2", "ddp 4"):
+        assert (len(set(runs[name][3])) > 1) == policy.startswith("fp16")
+
+
+@pytest.mark.parametrize("target", RUNS)
+def test_a_run_goes_on_elsewhere(saved, on, target):
+    policy, runs = saved
+    names = [name for name in RUNS if name != target]
+    loaded = on(target, load_runs, policy, [runs[name][0] for name in names])
+    for name, (after, end) in zip(names, loaded, strict=True):
+        _, before, its_end, scales = runs[name]
+        before = dict(before)
+        for key in ("weights", "optimizer", "lr", "scheduler", "counters", "num_micro_batches"):
+            assert_same(after.pop(key), before.pop(key), f"{name}/{key}")
+        assert after["scale"]["value"] == min(scales)
+        # Sums of fp32 numbers in another order: 2^-23 for each of up to 8 additions, of the largest.
+        close = {"rtol": 2.0**-20, "atol": 0.0}
+        torch.testing.assert_close(torch.tensor(after["totals"]), torch.tensor(before["totals"]), **close)
+        for parameter, total in before["sums"].items():
+            gap = (after["sums"][parameter] - total).abs().max()
+            assert gap <= 2.0**-20 * total.abs().max(), (name, parameter)
+        # The rest of the window runs under the other engine: each gradient is rounded to 16 bit in other places.
+        assert end == pytest.approx(its_end, rel=2.0**-8)
+
+
+# --- master weights --------------------------------------------------------------------------------------------------
+
+
+def save_layout(engine, layout, folder):
+    stepper = build(engine, f"bf16 master={layout}", draws=False)
+    run(stepper, micro_batches(engine, 0, STOP))
+    save(folder, stepper)
+    return of_all_ranks(stepper), stepper.ranks.module.state_dict(), stepper.state_dict()["masters"]
+
+
+def there_and_back(engine, layout, folder):
+    """Load a run of a layout as fp32, and save it for :func:`load_layout`."""
+    stepper = build(engine, "bf16", seed=5, draws=False)
+    load(folder, stepper)
+    save(f"{folder}/back", stepper)
+    return of_all_ranks(stepper)
+
+
+def load_layout(engine, layout, folder):
+    stepper = build(engine, f"bf16 master={layout}", seed=6, draws=False)
+    load(f"{folder}/back", stepper)
+    return of_all_ranks(stepper), stepper.ranks.module.state_dict(), stepper.state_dict()["masters"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_master_weights_become_fp32_shards_and_come_back(on, layout, tmp_path):
+    folder = str(tmp_path / "run")
+    before, model, masters = on("ddp 2", save_layout, layout, folder)
+    between = on("fsdp 2", there_and_back, layout, folder)
+    after, its_model, its_masters = on("ddp 2", load_layout, layout, folder)
+    assert len(masters["rests"]) == 2
+    assert all(weight.dtype == torch.float32 for weight in between["weights"].values())
+    for key in ("weights", "optimizer", "counters", "num_micro_batches"):
+        assert_same(between[key], before[key], key)
+        assert_same(after[key], before[key], key)
+    assert_same(dict(its_model), dict(model))
+    assert_same(its_masters["rests"], masters["rests"])
