@@ -50,7 +50,8 @@ def save(folder: str | os.PathLike[str], stepper: Stepper, *, keep: int | None =
         raise HalfstepError(f"keep={keep}", "the one that is saved now stays", "Use 1, 2, 3, ... or None for all.")
     ranks, root = stepper.ranks, Path(folder)
     what = f"a checkpoint of step {stepper.num_steps} in {folder}"
-    part, whole = None, None
+    part: Path | None = None
+    whole: Path | None = None
     with failing_together(ranks, what, _AFTER_SAVING):
         check_extra(extra)
         window = stepper.state_dict(numbers_only=True)["window"]
