@@ -18,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from halfstep import __version__
 from halfstep.errors import HalfstepError
+from halfstep.job import Job
 from halfstep.output import HtmlOption, JsonOption, check_writable, emit, finish
 from halfstep.watch.command import watch_app
 
@@ -27,6 +28,9 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+
+_job = Job()
+"""Where several ranks run a command together, this one's part in it; :func:`run` sets it."""
 
 WorkloadArgument = Annotated[
     str,
@@ -94,7 +98,8 @@ def compare(
     html_file: HtmlOption = None,
 ) -> None:
     """Train WORKLOAD in each policy from the same seeds, and judge each against the first."""
-    check_writable(json_file, html_file)
+    if _job.speaks:
+        check_writable(json_file, html_file)
     _need_torch()
     from halfstep.compare import compare as run
     from halfstep.compare.page import write_html
@@ -108,11 +113,12 @@ def compare(
         report, trials = run(
             source, names, steps, seeds, device, margin, lambda p, seed: advance(f"seed {seed + 1} of {seeds}, {p}")
         )
-    if report.interrupted:
-        print(f"halfstep: interrupted; the report holds the {len(trials)} trials that had ended", file=sys.stderr)
-    if html_file is not None:
-        write_html(report, trials, Path(html_file))
-    emit(report, json_file)
+    if _job.speaks:
+        if report.interrupted:
+            print(f"halfstep: interrupted; the report holds the {len(trials)} trials that had ended", file=sys.stderr)
+        if html_file is not None:
+            write_html(report, trials, Path(html_file))
+        emit(report, json_file)
     raise typer.Exit(1 if report.found else 0)
 
 
@@ -135,7 +141,9 @@ def trace(
     steps = (source.default_steps or 100) if steps is None else steps
     with _bar(steps) as advance:
         report = run(source, chosen, steps, seed, device, advance)
-    finish(report, json_file, html_file)
+    if _job.speaks:
+        finish(report, json_file, html_file)
+    raise typer.Exit(1 if report.found else 0)
 
 
 @app.command()
@@ -382,7 +390,7 @@ def _bar(total: int) -> Iterator[Callable[..., None]]:
     """A progress bar on standard error of a terminal. What it gives sets its text and moves it."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
-    bar = Progress(*columns, console=console, transient=True, disable=not console.is_interactive)
+    bar = Progress(*columns, console=console, transient=True, disable=not (console.is_interactive and _job.speaks))
     task = bar.add_task("", total=total)
 
     def advance(text: str, completed: int | None = None) -> None:
@@ -403,7 +411,8 @@ def _names(text: str) -> list[str]:
 
 def _prepare(workload: str, policy: str | None, device: str | None, *files: str | None) -> tuple[Any, Any]:
     """The source and the policy that a tool looks at, after refusing what would fail later."""
-    check_writable(*files)
+    if _job.speaks:
+        check_writable(*files)
     _need_torch()
     from halfstep.explain.rehearsal import default_policy
     from halfstep.policy import Policy
@@ -429,24 +438,38 @@ def run(arguments: Sequence[str]) -> int:
     for at, word in enumerate(words):
         if word == "--json" and (at + 1 == len(words) or (words[at + 1] != "-" and words[at + 1].startswith("-"))):
             words[at] = "--json=-"
+    global _job
+    _job = Job()
     try:
+        return _job.end(*_run(words))
+    except Exception as error:
+        if not _job.hears(error):
+            return 2
+        raise
+
+
+def _run(words: list[str]) -> tuple[int, str | None]:
+    """The exit status of the command, and what is to be said of an error."""
+    try:
+        _job.open(" ".join(words[:1]))
         status = int(app(words, standalone_mode=False, prog_name="halfstep") or 0)
         if status == 130:  # what typer makes of Ctrl-C
             raise KeyboardInterrupt
-        return status
+        sys.stdout.flush()
+        return status, None
     except HalfstepError as error:
-        return _fail(str(error))
+        return 2, str(error)
     except KeyboardInterrupt:
         # One that fell into an exec of text, as dataclasses and torch do while they are imported, makes Python end by
         # the signal although it was caught here. The next exec takes that back.
         exec("")
-        return _fail("interrupted; nothing was left half-written", 130)
+        return 130, "interrupted; nothing was left half-written"
     except BrokenPipeError:
         # The reader of our output has gone, as with `halfstep ... | head`.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+        return 141, None
     except OSError as error:
-        return _fail(f"{error.filename or 'a file'}: {error.strerror}. Nothing was left half-written")
+        return 2, f"{error.filename or 'a file'}: {error.strerror}. Nothing was left half-written"
     except Exception as error:
         # Both click and the copy of it inside typer raise usage errors of this shape.
         if not hasattr(error, "format_message"):
@@ -455,13 +478,8 @@ def run(arguments: Sequence[str]) -> int:
         if not usage.strip() or "\n" in usage:
             # A call without a command: the help, which typer has printed already where it draws it with rich.
             print(usage.rstrip(), file=sys.stderr, end="\n" if usage.strip() else "")
-            return 2
-        return _fail(f"{usage.rstrip('.')}. See halfstep {' '.join([*words[:1], '--help'])}")
-
-
-def _fail(message: str, status: int = 2) -> int:
-    print(f"halfstep: {message}", file=sys.stderr)
-    return status
+            return 2, None
+        return 2, f"{usage.rstrip('.')}. See halfstep {' '.join([*words[:1], '--help'])}"
 
 
 def main() -> None:

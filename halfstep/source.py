@@ -15,7 +15,7 @@ import inspect
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -54,6 +54,13 @@ class Source:
                 "End it with return halfstep.Workload(model=..., batches=..., loss=..., optimizer=...).",
             )
         return workload
+
+    def under(self, policy: str) -> Source:
+        """The same workload, told the policy that it will train under if its function takes one, to shard by it."""
+        signature = signature_of(self.function)
+        if signature is None or "policy" not in signature.parameters:
+            return self
+        return replace(self, options={**self.options, "policy": policy})
 
 
 def load(spec: str, **options: Any) -> Source:

@@ -208,7 +208,7 @@ def to_device(batch: Any, device: torch.device | str) -> Any:
 
 def num_samples(batch: Any) -> int:
     """How many samples ``batch`` holds: the leading dimension of the first tensor in it (1 for a scalar)."""
-    tensor = next(_tensors(batch), None)
+    tensor = next(tensors(batch), None)
     if tensor is None:
         raise HalfstepError(
             f"batch of type {type(batch).__name__}",
@@ -218,18 +218,19 @@ def num_samples(batch: Any) -> int:
     return tensor.shape[0] if tensor.dim() else 1
 
 
-def _tensors(batch: Any) -> Iterator[Tensor]:
+def tensors(batch: Any) -> Iterator[Tensor]:
+    """Every tensor in ``batch``: in mappings, tuples, lists and dataclasses."""
     if isinstance(batch, Tensor):
         yield batch
     elif isinstance(batch, Mapping):
         for value in batch.values():
-            yield from _tensors(value)
+            yield from tensors(value)
     elif isinstance(batch, tuple | list):
         for value in batch:
-            yield from _tensors(value)
+            yield from tensors(value)
     elif dataclasses.is_dataclass(batch):
         for item in dataclasses.fields(batch):
-            yield from _tensors(getattr(batch, item.name, None))
+            yield from tensors(getattr(batch, item.name, None))
 
 
 def seed_everything(seed: int) -> None:

@@ -28,8 +28,8 @@ ROWS = [
     "stepper",
     "average distributed",
     "workload",
-    "workloads",
-    "source loop",
+    "workloads share",
+    "source loop interruption job",
     "compare template doctor",
     "explain plan",
     "cli",
@@ -50,6 +50,7 @@ TORCH_FREE = {
     "policy",
     "doctor",
     "template",
+    "job",
     "cli",
     "__main__",
 }

@@ -76,6 +76,7 @@ def test_nothing_found_says_so():
         "step": 3, "policy": "fp16", "found": False, "micro_batch": None, "scale": 1.0, "loss": None,
         "grad_norm": None, "producer": None, "origin": None, "headroom": None, "growth": None, "before": [],
         "carriers": [], "num_carriers": 0, "fp32_step": None, "advice": [], "notes": [], "reason": None,
+        "rank": None, "ranks": [],
     }  # fmt: skip
 
 
@@ -181,7 +182,7 @@ def test_calibration_before_the_fault_is_told_and_that_of_the_fault_is_not():
 
 def test_what_is_harmless_is_examined_once(monkeypatch):
     seen = []
-    monkeypatch.setattr("halfstep.explain.trace.examine", lambda capture: seen.append(capture) or examine(capture))
+    monkeypatch.setattr("halfstep.explain.lookout.examine", lambda capture: seen.append(capture) or examine(capture))
     net = source(trace_nets.MASKED["masked_fill"], batches=trace_nets.sequences)
     assert not trace(net, Policy.parse("fp16 scale.init=16"), 5).found
     assert len(seen) == 1
@@ -297,7 +298,7 @@ def test_the_history_has_the_extremes_of_every_operation():
     with Walk(model, history):
         history.watched(lambda: model(x).square().mean())().backward()
         torch.full((3,), math.nan) * 2  # after the closure, as an optimizer's
-    assert history.read(7) == set()
+    assert history.read(7) == {}
     model.zero_grad()
     with recorder:
         model(x).square().mean().backward()
@@ -323,7 +324,7 @@ def test_a_history_forgets_a_run_that_is_done_again_and_sees_nothing_while_pause
     with history.paused(), Walk(linear, history):
         history.watched(lambda: linear(x[0]).sum())
         linear(x[0]).sum().backward()
-    assert history.read(1) == set()
+    assert history.read(1) == {}
 
 
 # --- the report ----------------------------------------------------------------------------------------------------

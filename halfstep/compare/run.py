@@ -11,12 +11,14 @@ import torch
 
 from halfstep.compare.memory import LiveBytes
 from halfstep.compare.report import CompareReport, check_margin
-from halfstep.compare.trial import Trial
+from halfstep.compare.trial import Trial, together
 from halfstep.errors import HalfstepError, ScaleExhausted
 from halfstep.events import StepReport
 from halfstep.hardware import detect
+from halfstep.interruption import Interruption
 from halfstep.loop import make_stepper, windows
 from halfstep.policy import resolve
+from halfstep.share import num_ranks, share
 from halfstep.source import Source
 from halfstep.stepper import Stepper
 from halfstep.workload import Workload
@@ -44,6 +46,9 @@ def compare(
 
     Seeds are 0 to ``seeds - 1``; each runs through all policies before the next, so that a slow phase of the machine
     meets all of them. Ctrl-C keeps the trials that have ended and marks the report; with none it is raised again.
+
+    Where a process group of several ranks is open, all of them call it, train each trial together (see
+    :func:`halfstep.share.share`) and get the same report.
     """
     for name, value in (("steps", steps), ("seeds", seeds)):
         if value < 1:
@@ -58,18 +63,21 @@ def compare(
     interrupted = False
     place = device or hardware.kind
     memory: dict[str, float] = {}
-    try:
-        for seed in range(seeds):
-            for policy in policies:
-                if hardware.kind != "cuda" and policy not in memory:
-                    memory[policy] = live_mib(source, policy, place)
-                trials.append(run_trial(source, policy, seed, steps, place, memory.get(policy), progress))
-    except KeyboardInterrupt:
-        if not trials:
-            raise
-        interrupted = True
+    with Interruption() as interruption:
+        try:
+            for seed in range(seeds):
+                for policy in policies:
+                    if hardware.kind != "cuda" and policy not in memory:
+                        memory[policy] = live_mib(source, policy, place)
+                    peak = memory.get(policy)
+                    trials.append(run_trial(source, policy, seed, steps, place, peak, progress, interruption))
+        except KeyboardInterrupt:
+            if not trials:
+                raise
+            interrupted = True
+    several = f"{num_ranks()} ranks, " if num_ranks() > 1 else ""
     report = CompareReport.from_trials(
-        source.spec, hardware.name, steps, seeds, trials, margin_pct=margin_pct, interrupted=interrupted
+        source.spec, f"{several}{hardware.name}", steps, seeds, trials, margin_pct=margin_pct, interrupted=interrupted
     )
     return report, trials
 
@@ -82,11 +90,12 @@ def run_trial(
     device: str,
     peak_memory_mib: float | None = None,
     progress: Progress = lambda policy, seed: None,
+    interruption: Interruption | None = None,
 ) -> Trial:
     """Train one policy from one seed for ``steps`` windows. An exhausted loss scale ends the trial, and it says so."""
     is_cuda = device.startswith("cuda")
     with _deterministic() if is_cuda else contextlib.nullcontext():
-        workload = source(seed)
+        workload = share(source.under(policy)(seed), device)
         stepper = make_stepper(workload, policy, device)
         if is_cuda:
             torch.cuda.reset_peak_memory_stats(device)
@@ -99,6 +108,8 @@ def run_trial(
                 reports.append(report)
                 samples += num
                 progress(policy, seed)
+                if interruption is not None:
+                    interruption.check(stepper)
                 if len(reports) == warm_up:
                     if is_cuda:
                         torch.cuda.synchronize(device)
@@ -111,7 +122,7 @@ def run_trial(
         evaluated = _evaluate(workload, stepper) if stopped is None else None
         if is_cuda:
             peak_memory_mib = torch.cuda.max_memory_allocated(device) / 2**20
-    return Trial(
+    trial = Trial(
         policy=policy,
         effective=str(stepper.policy),
         seed=seed,
@@ -126,11 +137,12 @@ def run_trial(
         samples_per_s=samples / seconds if samples else None,
         why=stepper.info.reason,
     )
+    return together(stepper.ranks.gather(trial))
 
 
 def live_mib(source: Source, policy: str, device: str) -> float:
     """Peak MiB of live tensors in a training step: weights, gradients, states, activations, casts."""
-    workload, live = source(0), LiveBytes()
+    workload, live = share(source.under(policy)(0), device), LiveBytes()
     with live:
         stepper = make_stepper(workload, policy, device)
         live.count([*stepper.model.parameters(), *stepper.model.buffers()])
@@ -147,7 +159,7 @@ def _evaluate(workload: Workload, stepper: Stepper) -> float | None:
         return None
     stepper.model.eval()
     with stepper.inference():
-        return float(workload.evaluate(stepper.model))
+        return float(workload.evaluate(stepper.ranks.module))  # without DDP around it, which would wait for others
 
 
 @contextlib.contextmanager

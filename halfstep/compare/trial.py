@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 TAIL = 0.1
@@ -79,6 +79,24 @@ class Trial:
     @property
     def num_replays(self) -> int:
         return sum(self.replays)
+
+
+def together(trials: Sequence[Trial]) -> Trial:
+    """One trial of several ranks as each of them has it, by rank.
+
+    Losses, scales and what was applied are those of all ranks already. Evaluations are averaged, memory is the largest
+    of a rank, and samples per second add up.
+    """
+    first = trials[0]
+    evaluated = [trial.evaluated for trial in trials if trial.evaluated is not None]
+    peaks = [trial.peak_memory_mib for trial in trials if trial.peak_memory_mib is not None]
+    rates = [trial.samples_per_s for trial in trials if trial.samples_per_s is not None]
+    return replace(
+        first,
+        evaluated=fmean(evaluated) if len(evaluated) == len(trials) else None,
+        peak_memory_mib=max(peaks, default=None),
+        samples_per_s=sum(rates) if rates else None,
+    )
 
 
 def by_policy(trials: Iterable[Trial]) -> dict[str, list[Trial]]:

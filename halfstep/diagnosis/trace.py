@@ -40,6 +40,8 @@ class Trace(Report):
     origin:   the operation that wrote what the producer was handed, such as a mask. notes: further sentences.
     reason:   why the step was not applied, where no operation is at fault.
     fp32_step: the step at which FP32 fails as well, None if it does not or was not tried.
+    rank, ranks: of several ranks, the one whose micro-batch this is (None where that is all of them), and what each one
+              found, by its number.
     """
 
     step: int
@@ -61,6 +63,8 @@ class Trace(Report):
     fp32_step: int | None = None
     advice: tuple[Advice, ...] = ()
     notes: tuple[str, ...] = field(default_factory=tuple)
+    rank: int | None = None
+    ranks: tuple[str, ...] = ()
 
     @property
     def found(self) -> bool:
@@ -77,26 +81,33 @@ class Trace(Report):
         facts = f"policy {self.policy}, loss scale {self.scale:g}{where}"
         if self.loss is not None and self.grad_norm is not None:
             facts += f", loss {self.loss:.6g}, gradient norm {self.grad_norm:.4g}"
-        return Sheet(self._headline(), facts, tuple(self._tables()), tuple(self._closing()))
+        when = f"step {self.step}" if self.rank is None else f"step {self.step}, rank {self.rank}"
+        return Sheet(f"{when}: {self.finding}", facts, tuple(self._tables()), tuple(self._closing()))
 
-    def _headline(self) -> str:
+    @property
+    def finding(self) -> str:
+        """What was found in the step, in one line."""
         producer = self.producer
         if producer is None:
             reason = self.reason or "the gradient is not finite"
-            return f"step {self.step}: {reason}; no operation of the pass made a value that is not finite"
+            return f"{reason}; no operation of the pass made a value that is not finite"
         place = _place(producer.file, producer.line)
         if producer.phase == "update":
-            return f"step {self.step}: the update of {producer.op} makes {producer.holds} {_word(producer.kind)}"
+            return f"the update of {producer.op} makes {producer.holds} {_word(producer.kind)}"
         if producer.holds is not None:
-            return f"step {self.step}: {producer.holds} holds {_word(producer.kind)} before the step; read{place}"
+            return f"{producer.holds} holds {_word(producer.kind)} before the step; read{place}"
         call = f"{_called(producer.op or '', producer.function)}{place}"
         if producer.module == BATCH:
-            return f"step {self.step}: the batch holds {_word(producer.kind)}; the first to meet it is {call}"
+            return f"the batch holds {_word(producer.kind)}; the first to meet it is {call}"
         module, kind = _module(producer.module), _word(producer.kind)
-        return f"step {self.step}: {module} makes {kind} in the {producer.phase} pass, in {call}"
+        verb = "is the first to have" if self.operation is None else "makes"
+        return f"{module} {verb} {kind} in the {producer.phase} pass, in {call}"
 
     def _tables(self) -> list[Table]:
         tables = []
+        if self.ranks:
+            said = [(str(rank), finding) for rank, finding in enumerate(self.ranks)]
+            tables.append(Table((">rank", "what it found"), said, title="Ranks"))
         if self.operation is not None:
             rows: list[list[str | Cell]] = [_row(operation) for operation in self.before]
             rows.append([Cell(str(cell), "bad") for cell in _row(self.operation)])
@@ -143,6 +154,8 @@ class Trace(Report):
             "fp32_step": self.fp32_step,
             "advice": [advice.to_dict() for advice in self.advice],
             "notes": list(self.notes),
+            "rank": self.rank,
+            "ranks": list(self.ranks),
         }
 
 

@@ -22,17 +22,23 @@ from halfstep.window import Loss
 Place = tuple[Site, str]
 """Where an operation runs, and its name."""
 
+_BETWEEN_RANKS = {"c10d", "_c10d_functional", "fsdp"}
+"""Namespaces of operations that send, and of those that fill what is sent: memory that is still being written."""
+
 
 class History:
     """A visitor of a :class:`halfstep.record.walk.Walk` around training steps.
 
-    It looks at what the closure of a micro-batch runs and at its backward pass, and not at the optimizer. A closure
-    that runs again starts anew.
+    It looks at what the closure of a micro-batch runs and at its backward pass, and neither at the optimizer nor at
+    what ranks send each other. A closure that runs again starts anew.
+
+    has_talked: whether a forward pass has used a collective of its own, so that no rank can run it alone.
     """
 
     sees_views = False
 
     def __init__(self) -> None:
+        self.has_talked = False
         self._series: dict[Place, array[float]] = {}
         self._places: list[Place] = []
         self._extremes: list[torch.Tensor] = []
@@ -65,6 +71,10 @@ class History:
         result = func(*args, **kwargs)
         name = op_name(func)
         is_seen = (self._is_inside or site.phase == "backward") and not self._is_paused
+        if func.namespace in _BETWEEN_RANKS:
+            # DDP sends buffers before a forward pass, and leaves that out of one that is only looked at.
+            self.has_talked |= is_seen and site.phase == "forward" and name != "broadcast_"
+            return result
         if is_seen and not is_uninitialised(name):
             results = floats(result)
             for tensor in results[:1] if name.startswith(MAIN_OUTPUT_ONLY) else results:
@@ -74,19 +84,20 @@ class History:
                     self._places.append((site, name))
         return result
 
-    def read(self, step: int) -> set[tuple[Place, str]]:
-        """Add the micro-batch to the history as one of ``step``; where it is not finite: ``nan``, ``inf``, ``-inf``."""
-        if not self._places:
-            return set()
-        numbers = torch.stack(self._extremes).tolist()
-        bad: set[tuple[Place, str]] = set()
+    def read(self, step: int) -> dict[tuple[Place, str], int]:
+        """Add the micro-batch to the history as one of ``step``; where it is not finite: ``nan``, ``inf``, ``-inf``.
+
+        Each with its number among the operations of the pass, in the order in which they ran.
+        """
+        numbers = torch.stack(self._extremes).tolist() if self._places else []
+        bad: dict[tuple[Place, str], int] = {}
         largest: dict[Place, float] = {}
-        for place, low, high in zip(self._places, numbers[::2], numbers[1::2], strict=True):
+        for number, (place, low, high) in enumerate(zip(self._places, numbers[::2], numbers[1::2], strict=True)):
             for value in (low, high):
                 if math.isfinite(value):
                     largest[place] = max(largest.get(place, 0.0), abs(value))
                 else:
-                    bad.add((place, str(value)))
+                    bad.setdefault((place, str(value)), number)
         for place, value in largest.items():
             self._series.setdefault(place, array("d")).extend((step, value))
         self._places.clear()

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from halfstep.diagnosis.capture import Capture, ForwardState
 from halfstep.errors import HalfstepError, ScaleExhausted
@@ -13,6 +14,7 @@ from halfstep.events import StepReport
 from halfstep.hardware import detect
 from halfstep.loop import make_stepper
 from halfstep.policy import Policy, auto_policy
+from halfstep.share import share
 from halfstep.source import Source
 from halfstep.window import Loss
 from halfstep.workload import stream, to_device
@@ -27,14 +29,17 @@ def default_policy(device: str | None = None) -> Policy:
 class Rehearsal:
     """A run of ``source`` from ``seed`` under ``policy`` on ``device``, one micro-batch at a time.
 
-    Weights are fp32 whatever layout the policy has, so that the same step can run in every format.
+    Weights are fp32 whatever layout the policy has, so that the same step can run in every format. Where a process
+    group of several ranks is open, each of them runs its share, and all together. batch: the last one that was drawn.
     """
 
     def __init__(self, source: Source, policy: Policy, seed: int = 0, device: str | None = None) -> None:
         self.source, self.seed = source, seed
-        self.workload = source(seed)
-        self.stepper = make_stepper(self.workload, replace(policy, master="fp32"), device or detect(device).kind)
+        device = device or detect(device).kind
+        self.workload = share(source.under(str(policy))(seed), device)
+        self.stepper = make_stepper(self.workload, replace(policy, master="fp32"), device)
         self._batches = stream(self.workload)
+        self.batch: Any = None
         self._last: tuple[ForwardState, Callable[[], Loss]]
         self._scale = 1.0
 
@@ -45,8 +50,8 @@ class Rehearsal:
 
     def next_micro_batch(self) -> Callable[[], Loss]:
         """Draw a micro-batch; its closure. It is the one that :meth:`capture` captures."""
-        batch = to_device(next(self._batches), self.stepper.region.device)
-        closure = partial(self.workload.loss, self.stepper.model, batch)
+        self.batch = to_device(next(self._batches), self.stepper.region.device)
+        closure = partial(self.workload.loss, self.stepper.model, self.batch)
         self._last = (self._state(), closure)
         self._scale = self.stepper.scale.value.item()
         return closure

@@ -6,30 +6,22 @@ place, a 16-bit operation inside that overflows although the loss is finite, and
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any
-
-import torch
-from torch import nn
+from typing import NamedTuple
 
 from halfstep.diagnosis.advice import DOES_NOT, MENDS, NOT_TRIED, Advice, advise
-from halfstep.diagnosis.calibration import Calibration
 from halfstep.diagnosis.capture import Capture
-from halfstep.diagnosis.examination import Examination, examine
+from halfstep.diagnosis.headroom import growth_of
 from halfstep.diagnosis.trace import Trace, trace_of
-from halfstep.errors import HalfstepError, ScaleExhausted
-from halfstep.events import Overflow, StepReport
-from halfstep.explain.history import History
+from halfstep.errors import HalfstepError
+from halfstep.explain.lookout import Found, Lookout, Met, spoiled
 from halfstep.explain.rehearsal import Rehearsal
 from halfstep.formats import SIXTEEN_BIT
+from halfstep.interruption import Interruption
 from halfstep.policy import Policy
-from halfstep.record.producer import Producer
-from halfstep.record.walk import Walk
+from halfstep.record.producer import BATCH, LOSS, Producer
 from halfstep.source import Source
-from halfstep.window import Loss
 
 
 def trace(
@@ -46,157 +38,97 @@ def trace(
     """
     if steps < 1:
         raise HalfstepError(f"steps={steps}", "there is nothing to look at", "Use 1 or more.")
-    search = _Search(source, policy, seed, device)
+    lookout = Lookout(source, policy, seed, device)
     try:
-        for _ in range(steps):
-            report = search.run_window()
-            if progress:
-                progress(f"step {report.step}, loss {report.loss:.4g}")
-    except _Found as found:
-        return _with_fp32(search.explain(found), source, steps, seed, device)
-    return Trace(steps, str(policy), is_bad=False, notes=search.notes())
+        with Interruption() as interruption:
+            for _ in range(steps):
+                report = lookout.run_window()
+                if progress:
+                    progress(f"step {report.step}, loss {report.loss:.4g}")
+                interruption.check(lookout.rehearsal.stepper)
+    except Found as found:
+        return _with_fp32(_explained(lookout, found), source, steps, seed, device)
+    return Trace(steps, str(policy), is_bad=False, notes=lookout.notes())
 
 
-class _Found(Exception):
-    """Raised inside a step, before the weights move. Without a capture it is a fault of the update, in ``weight``."""
-
-    def __init__(
-        self,
-        capture: Capture | None = None,
-        seen: Examination | None = None,
-        weight: str = "",
-        reason: str | None = None,
-    ) -> None:
-        self.capture, self.seen, self.weight, self.reason = capture, seen, weight, reason
-
-
-class _Search:
-    """A rehearsal that looks at every operation of every step, and stops at the first step that is bad."""
-
-    def __init__(self, source: Source, policy: Policy, seed: int, device: str | None) -> None:
-        self.policy = policy
-        # It stops, rather than promote, so that the first fault is the one that is seen.
-        self._again = partial(Rehearsal, source, replace(policy, on_exhausted="stop"), seed, device)
-        self.rehearsal = self._again()
-        stepper = self.rehearsal.stepper
-        stepper.sinks = (*stepper.sinks, self._at_overflow)
-        stepper.optimizer.register_step_pre_hook(lambda *_: self._look())
-        self._history, self._calibration = History(), Calibration(policy.scale)
-        self._harmless: set[Any] = set()
-        self._step, self._num_micro_batches, self._scale = 1, 0, 1.0
-        self._has_calibrated = False
-        self._calibrated_before = self._calibrated
-
-    def run_window(self) -> StepReport:
-        """Train one window. _Found if it is bad."""
-        self._step, self._num_micro_batches, self._has_calibrated = self.rehearsal.step, 0, False
-        self._calibrated_before = self._calibrated
-        try:
-            report = self.rehearsal.run_window(self._run_micro_batch)
-        except ScaleExhausted:
-            raise _Found(self._capture()) from None
-        if report.applied:
-            self._calibration.applied()
-            if weight := _spoiled(self.rehearsal.stepper.model):
-                raise _Found(weight=weight)
-        else:
-            self._look()
-            if not self._has_calibrated:  # every value is finite, and a sum or the norm of the gradient is not
-                raise _Found(self._capture(), reason=report.reason)
-        return report
-
-    def _run_micro_batch(self, closure: Callable[[], Loss]) -> StepReport | None:
-        stepper = self.rehearsal.stepper
-        watched = self._history.watched(closure)
-
-        def run() -> Loss:
-            self._scale = stepper.scale.value.item()
-            return watched()
-
-        self._num_micro_batches += 1
-        with Walk(stepper.model, self._history):
-            report = stepper.step(run)
-        if report is None:
-            self._look()
-        return report
-
-    def _capture(self) -> Capture:
-        return self.rehearsal.capture(scale=self._scale, step=self._step)
-
-    def _at_overflow(self, event: object) -> None:
-        """A micro-batch is about to run again."""
-        if isinstance(event, Overflow):
-            if not self._calibration.takes():
-                raise _Found(self._capture())
-            self._has_calibrated = True
-
-    def _look(self) -> None:
-        """Examine the last micro-batch if something in it is not finite that has not been before. _Found if it is bad.
-
-        Before an update, so that the weights are those that it ran with.
-        """
-        new = self._history.read(self._step) - self._harmless
-        if not new:
-            return
-        with self._history.paused():
-            capture = self._capture()
-            seen = examine(capture)
-            if not seen.is_bad:
-                self._harmless |= new
-            elif self._is_mended_by_scale(capture, seen) and self._calibration.takes():
-                self._has_calibrated = True
-            else:
-                raise _Found(capture, seen)
-
-    def _is_mended_by_scale(self, capture: Capture, seen: Examination) -> bool:
-        scale = self.policy.scale
-        is_overflow = math.isfinite(seen.outcome.loss) and not seen.outcome.is_finite
-        return is_overflow and scale.kind == "dynamic" and capture.run(scale=scale.floor).is_finite
-
-    def explain(self, found: _Found) -> Trace:
-        notes = self.notes(*self._calibrated_before)
-        if found.capture is None:
-            return replace(self._update_trace(found.weight), notes=notes)
-        result = trace_of(found.capture, self._history.of, found.seen)
-        several = self.rehearsal.stepper.accumulate > 1
-        return replace(
-            result,
-            policy=str(self.policy),
-            is_bad=True,
-            reason=found.reason,
-            micro_batch=self._num_micro_batches - 1 if several else None,
-            notes=notes,
-        )
-
-    def _update_trace(self, weight: str) -> Trace:
-        stepper = self.rehearsal.stepper
-        kind = "nan" if torch.isnan(stepper.model.get_parameter(weight)).any() else "inf"
-        optimizer = type(stepper.optimizer).__name__
-        producer = Producer(weight.rpartition(".")[0], "update", kind, optimizer, holds=weight)
-        found = Trace(self._step, str(self.policy), is_bad=True, scale=self._scale, producer=producer)
-        return replace(found, advice=_update_advice(found, self._capture(), self._again))
-
-    @property
-    def _calibrated(self) -> tuple[int, float]:
-        """Overflows so far that were calibration, and the scale that they led to."""
-        return self._calibration.num_overflows, self.rehearsal.stepper.scale.value.item()
-
-    def notes(self, num: int | None = None, scale: float | None = None) -> tuple[str, ...]:
-        """What there was besides a fault, up to now or up to then."""
-        if num is None:
-            num, scale = self._calibrated
-        if not num:
-            return ()
-        were = "overflow was" if num == 1 else "overflows were"
-        first = self.policy.scale.init
-        return (f"{num} {were} the loss scale finding its place, from {first:g} to {scale:g}; that is no fault.",)
+def _explained(lookout: Lookout, found: Found) -> Trace:
+    """The trace of what was found, by the rank that has it; all ranks call it together."""
+    notes = lookout.notes(is_before=True)
+    if found.weight is not None:
+        return replace(_of_update(lookout, *found.weight), notes=notes)
+    own = _of_capture(lookout, found) if lookout.runs_alone else _of_place(lookout, found)
+    parts: list[_Part] = lookout.ranks.gather(_Part(own, found.met, found.reason))
+    ranks = _at_fault(parts)
+    shown = parts[ranks[0] if ranks else 0]
+    result = shown.trace or _of_nothing(lookout)
+    if lookout.ranks.num > 1:
+        said = tuple(part.trace.finding if part.trace and n in ranks else _CLEAN for n, part in enumerate(parts))
+        result = replace(result, rank=ranks[0] if ranks else None, ranks=said)
+    several = lookout.rehearsal.stepper.accumulate > 1
+    return replace(
+        result,
+        policy=str(lookout.policy),
+        is_bad=True,
+        reason=None if result.producer else next((part.reason for part in parts if part.reason is not None), None),
+        micro_batch=(shown.met.micro_batch if shown.met else lookout.num_micro_batches) - 1 if several else None,
+        notes=(*notes, *result.notes),
+    )
 
 
-def _spoiled(model: nn.Module) -> str:
-    """The first parameter that is not finite, ``""`` if all are."""
-    named = [(name, p.detach()) for name, p in model.named_parameters() if p.numel()]
-    finite = torch.stack([torch.isfinite(value).all() for _, value in named]).tolist()
-    return next((name for (name, _), good in zip(named, finite, strict=True) if not good), "")
+class _Part(NamedTuple):
+    """What one rank has to say: its own trace, the first value that is not finite where it could not look alone."""
+
+    trace: Trace | None
+    met: Met | None
+    reason: str | None
+
+
+def _at_fault(parts: Sequence[_Part]) -> list[int]:
+    """The ranks whose own micro-batch is at fault, the one to show first: who met it after the fewest operations."""
+    ranks = [rank for rank, part in enumerate(parts) if part.trace is not None and part.trace.is_bad]
+    met = {rank: part.met for rank, part in enumerate(parts) if part.met is not None}
+    in_forward = [rank for rank, each in met.items() if each.place[0].phase == "forward"]
+    if in_forward:  # while the loss is not finite, a gradient that is not says nothing of the rank that has it
+        ranks = in_forward
+    return sorted(ranks, key=lambda rank: met[rank].number if rank in met else 0)
+
+
+_CLEAN = "nothing: in its own micro-batch every value is finite, meant, or mended by a lower scale"
+
+
+def _of_capture(lookout: Lookout, found: Found) -> Trace | None:
+    return None if found.capture is None else trace_of(found.capture, lookout.history.of, found.seen)
+
+
+def _of_nothing(lookout: Lookout) -> Trace:
+    return Trace(lookout.step, str(lookout.policy), is_bad=True, scale=lookout.scale)
+
+
+def _of_place(lookout: Lookout, found: Found) -> Trace | None:
+    """Where no rank can run the micro-batch again alone: what this one saw while it ran. Nothing is tried."""
+    if found.met is None:
+        return None
+    (site, op), kind = found.met.place, found.met.kind
+    module = BATCH if found.met.is_given else LOSS if site.module is None else site.module
+    return replace(
+        _of_nothing(lookout),
+        producer=Producer(module, site.phase, kind, op, site.function, site.file, site.line),
+        growth=growth_of([(step, value) for step, value in lookout.history.of(site, op) if step < lookout.step]),
+        notes=(_NOT_ALONE,),
+    )
+
+
+_NOT_ALONE = (
+    "No rank can run its micro-batch again without the others, so that the operations before it are not listed and no "
+    "advice is tried: trace the workload replicated by DDP, or on one device, for that."
+)
+
+
+def _of_update(lookout: Lookout, weight: str, kind: str) -> Trace:
+    optimizer = type(lookout.rehearsal.stepper.optimizer).__name__
+    producer = Producer(weight.rpartition(".")[0], "update", kind, optimizer, holds=weight)
+    found = replace(_of_nothing(lookout), producer=producer)
+    return replace(found, advice=_update_advice(found, lookout.capture(), lookout.again))
 
 
 # --- what else is tried --------------------------------------------------------------------------------------------
@@ -209,7 +141,7 @@ def _with_fp32(found: Trace, source: Source, steps: int, seed: int, device: str 
     limit = min(steps, 2 * found.step + 10)
     rehearsal = Rehearsal(source, Policy("fp32"), seed, device)
     for step in range(1, limit + 1):
-        if not rehearsal.run_window().applied or _spoiled(rehearsal.stepper.model):
+        if not rehearsal.run_window().applied or spoiled(rehearsal.stepper.ranks):
             advice = found.advice
             if not any(a.text.startswith(_NOT_THE_PRECISION) for a in advice):
                 text = f"{_NOT_THE_PRECISION}: fp32 fails as well at step {step}: lower the learning rate or look at "
@@ -230,7 +162,7 @@ def _update_advice(found: Trace, capture: Capture, again: Callable[[], Rehearsal
             rehearsal.run_window()
         for group in rehearsal.stepper.optimizer.param_groups:
             group[setting] = value
-        return rehearsal.run_window().applied and not _spoiled(rehearsal.stepper.model)
+        return rehearsal.run_window().applied and not spoiled(rehearsal.stepper.ranks)
 
     groups = again().stepper.optimizer.param_groups
     advice: tuple[Advice, ...] = ()
