@@ -1,4 +1,4 @@
-"""What ``fully_shard`` does with formats: in which one a weight is kept, gathered and computed with, its gradient reduced.
+"""What ``fully_shard`` does with formats: in which one a weight is kept and gathered, and its gradient reduced.
 
 torch shows that nowhere, so it is read from the groups that ``fully_shard`` has made, under the names that torch 2.11
 and later give them.
@@ -7,7 +7,6 @@ and later give them.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,27 +42,27 @@ class Gather:
 def gathers_of(model: nn.Module) -> list[Gather]:
     """Of every weight under ``fully_shard``, tied ones once."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return [
-        Gather(names[id(parameter)], owner, parameter, parameter.dtype, *_formats(parameter, policy), policy)
-        for owner, parameter, policy in _sharded(model)
-        if id(parameter) in names
-    ]
+    gathers = []
+    for group in _groups(model):
+        for each in group.fsdp_params:
+            # By name, since loading and to_empty() may have put another tensor there.
+            owner = each._module_info.module
+            parameter = getattr(owner, each._module_info.param_name)
+            if id(parameter) in names:
+                kept, formats = parameter.dtype, _formats(parameter, group.mp_policy)
+                gathers.append(Gather(names[id(parameter)], owner, parameter, kept, *formats, group.mp_policy))
+    return gathers
 
 
-def _sharded(model: nn.Module) -> Iterator[tuple[nn.Module, torch.Tensor, Any]]:
-    # Several modules may share a state.
-    states: dict[int, Any] = {}
+def _groups(model: nn.Module) -> list[Any]:
+    states: dict[int, Any] = {}  # several modules may share one
     for module in model.modules():
         if isinstance(module, FSDPModule):
             state = fully_shard.state(module)  # type: ignore[attr-defined]  # contract() adds it
             states[id(state)] = state
-    for state in states.values():
-        groups = getattr(state, "_fsdp_param_groups", None)
-        for group in [state._fsdp_param_group] if groups is None else groups:
-            for each in group.fsdp_params if group is not None else ():
-                # By name, since loading and to_empty() may have put another tensor there.
-                owner, name = each._module_info.module, each._module_info.param_name
-                yield owner, getattr(owner, name), group.mp_policy
+    # torch 2.11 has one group a state; newer ones may have several.
+    lists = [getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group] for state in states.values()]
+    return [group for groups in lists for group in groups if group is not None]
 
 
 def _formats(parameter: torch.Tensor, policy: Any) -> tuple[torch.dtype, torch.dtype | None]:
@@ -72,12 +71,19 @@ def _formats(parameter: torch.Tensor, policy: Any) -> tuple[torch.dtype, torch.d
 
 
 def formats_in_words(model: nn.Module) -> dict[str, str]:
-    """The formats on the wire, for the precision contract: ``{"gathers": "bf16, fp32", "reduces": "fp32"}``."""
-    gathers = gathers_of(model)
-    return {
-        "gathers": _names({each.gathered for each in gathers}),
-        "reduces": _names({each.reduced for each in gathers if each.reduced is not None}),
-    }
+    """For the precision contract: what is gathered and reduced in which format, by the module that a group begins with.
+
+    ``{"shards of blocks.0": "bf16 weights, fp32 gradients"}``
+    """
+    paths = {module: path for path, module in model.named_modules()}
+    words = {}
+    for group in _groups(model):
+        parameters = [getattr(each._module_info.module, each._module_info.param_name) for each in group.fsdp_params]
+        formats = [_formats(parameter, group.mp_policy) for parameter in parameters]
+        gathered = _names({gathered for gathered, _ in formats})
+        reduced = _names({reduced for _, reduced in formats if reduced is not None}) or "no"
+        words[f"shards of {paths[group.modules[0]] or 'the model'}"] = f"{gathered} weights, {reduced} gradients"
+    return words
 
 
 def check_gathers(model: nn.Module, policy: Policy, warns: bool) -> None:
@@ -90,7 +96,9 @@ def check_gathers(model: nn.Module, policy: Policy, warns: bool) -> None:
     gathers = gathers_of(model)
     for each in gathers:
         # What a layer of 16 bit keeps in fp32, such as a vector, is not wrong in 16 bit, but rounded: see below.
-        format = formats[each.parameter] if formats[each.parameter] in SIXTEEN_BIT else policy.format_of(paths[each.owner])
+        format = (
+            formats[each.parameter] if formats[each.parameter] in SIXTEEN_BIT else policy.format_of(paths[each.owner])
+        )
         wanted = FORMATS[format].dtype
         if each.gathered in LOW_DTYPES and each.gathered != wanted and each.kept != each.gathered:
             raise HalfstepError(

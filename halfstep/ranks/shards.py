@@ -17,7 +17,7 @@ from halfstep.errors import HalfstepError
 from halfstep.gradients import Gradients
 from halfstep.kernels import untraced
 from halfstep.policy import Policy
-from halfstep.ranks.gathers import check_gathers
+from halfstep.ranks.gathers import check_gathers, formats_in_words
 from halfstep.ranks.group import Group
 from halfstep.ranks.one import Copies
 
@@ -93,7 +93,7 @@ class Shards(Group):
         return list(alike.values())
 
     def describe(self) -> Mapping[str, Any]:
-        return {"engine": "fully_shard"}
+        return {"engine": "fully_shard", **formats_in_words(self.module)}
 
 
 @untraced
