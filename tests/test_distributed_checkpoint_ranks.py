@@ -5,7 +5,7 @@ import torch
 from reference.loop import assert_same
 from reference.resumed import build, micro_batches, of_all_ranks, run
 
-from halfstep import StepReport
+from halfstep import HalfstepError, StepReport
 from halfstep.distributed import load, save
 
 # One of two ranks, and one of four, comes to a lower scale than the others before the run is saved.
@@ -135,3 +135,48 @@ def test_master_weights_become_fp32_shards_and_come_back(on, layout, tmp_path):
         assert_same(after[key], before[key], key)
     assert_same(dict(its_model), dict(model))
     assert_same(its_masters["rests"], masters["rests"])
+
+
+# --- what shards cannot take -----------------------------------------------------------------------------------------
+
+
+def refused_by_shards(folder):
+    messages = []
+    for policy in ("fp16", "fp16 module:head=fp32"):
+        stepper = build("fsdp", policy, seed=5, draws=False)
+        try:
+            load(folder, stepper)
+        except HalfstepError as error:
+            messages.append(str(error))
+        else:
+            messages.append(of_all_ranks(stepper)["weights"])
+    weight = stepper.ranks.module.head.weight
+    for extra, state in (({"average": [weight.detach()]}, None), (None, torch.ones(3))):
+        stepper.optimizer.state[weight].pop("rows", None)
+        if state is not None:
+            stepper.optimizer.state[weight]["rows"] = state
+        with pytest.raises(HalfstepError) as error:
+            save(f"{folder}/more", stepper, extra=extra)
+        messages.append(str(error.value))
+    return messages
+
+
+def test_a_promoted_module_has_to_be_known_when_shards_are_made(world2, tmp_path, kernels_stay):
+    stepper = build("one", "fp16 master=split16", draws=False)
+    run(stepper, micro_batches("one", 0, STOP))
+    stepper.region.promote("head")
+    stepper.masters.settle(stepper.policy)
+    stepper._promoted.append("head")
+    save(tmp_path, stepper)
+    resumed = build("one", "fp16 master=split16", seed=4, draws=False)
+    load(tmp_path, resumed)
+    assert resumed.policy == stepper.policy
+    assert_same(of_all_ranks(resumed), of_all_ranks(stepper))
+    told = world2.run(refused_by_shards, str(tmp_path))
+    refused, weights, of_extra, of_state = told[0]
+    assert refused.startswith("a run in which module head was promoted to fp32: fully_shard has fixed")
+    assert "module:head=fp32 in the policy" in refused
+    assert_same(weights, of_all_ranks(stepper)["weights"])
+    assert of_extra.startswith("extra with a shard of a tensor of shape (5, 13): rank 0 writes extra")
+    assert of_state.startswith("optimizer state head.weight/rows of shape (3,): its parameter of shape (5, 13) is cut")
+    assert [each for each in told[1] if isinstance(each, str)] == [refused, of_extra, of_state]

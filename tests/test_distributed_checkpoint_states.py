@@ -131,3 +131,29 @@ def test_quantised_states(tmp_path, monkeypatch):
         assert torch.equal(own[key].codes, its[key].codes)
         assert torch.equal(own[key].scale, its[key].scale)
     assert torch.equal(own["step"], its["step"])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", ["bf16", "fp16 master=split16"])
+def test_on_cuda_a_run_goes_on_with_the_same_bits(policy, tmp_path):
+    """Dropout draws from the device's generator; fused AdamW has its counts of steps there."""
+
+    def build_there():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.2), nn.Linear(64, 64)).cuda()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        return Stepper(model, optimizer, policy, accumulate=2, watch=False)
+
+    def train(stepper, numbers):
+        x = torch.linspace(-1, 1, 8 * 64, device="cuda").view(8, 64)
+        return [stepper.step(lambda n=n: (stepper.model(x * n).float() - x).square().mean()) for n in numbers]
+
+    stepper = build_there()
+    train(stepper, range(5))
+    save(tmp_path, stepper)
+    resumed = build_there()
+    after = str(train(stepper, range(5, 8))[0].to_dict())
+    load(tmp_path, resumed)
+    assert all(value.is_cuda for state in resumed.optimizer.state.values() for value in state.values())
+    assert str(train(resumed, range(5, 8))[0].to_dict()) == after
+    assert_same(everything_of(resumed), everything_of(stepper))
