@@ -118,9 +118,12 @@ assert halfstep.distributed.start(timeout_s=20) == (0, 1) == halfstep.distribute
 assert distributed.get_backend() == "gloo"
 backend = distributed.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
 assert backend.options._timeout.seconds == 20
+ready, says = os.pipe()
 child = os.fork()
 if child == 0:  # as a worker of a data loader: a signal ends it, without a word
+    os.write(says, b"1")
     signal.pause()
+os.read(ready, 1)
 os.kill(child, signal.SIGTERM)
 assert os.waitpid(child, 0)[1] == signal.SIGTERM
 model = DistributedDataParallel(torch.nn.Linear(2, 2))
