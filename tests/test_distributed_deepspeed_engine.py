@@ -1,6 +1,8 @@
 """What the DeepSpeedStepper does about its engine: DeepSpeed's own scale, checkpoints, the log, and what is refused."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -65,6 +67,58 @@ def test_a_step_on_which_the_scale_grows_is_a_whole_one(world2, stage):
     assert ours == [pytest.approx(ours[0], rel=0.01)] * 4
 
 
+def autocast_alone():
+    """DeepSpeed's torch_autocast in fp16: three windows that overflow at 2^16, and a small one."""
+    import deepspeed
+
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}, "gradient_clipping": 1.0}
+    engine = make_engine({**config, "torch_autocast": {"enabled": True, "dtype": "float16"}}, plain_sgd)
+    x, y, _ = next(batches(1, torch.distributed.get_rank()))
+    try:
+        rows = []
+        for factor in (8.0, 8.0, 8.0, 2.0**-10):
+            loss, count = sum_of_loss(engine, x, y, factor)
+            engine.backward(loss / count)
+            engine.step()
+            scale = engine.optimizer.torch_autocast_gradscaler.get_scale()
+            rows.append((engine.was_step_applied(), scale, float(engine.get_global_grad_norm())))
+        stepper = DeepSpeedStepper(engine, watch=False, hardware=CPU)
+        reports = [stepper.step(lambda: sum_of_loss(engine, x, y, 8.0)) for _ in range(6)]
+        small = stepper.step(lambda: sum_of_loss(engine, x, y, 2.0**-10))
+        with pytest.raises(HalfstepError, match="built after one with torch_autocast"):
+            make_stepper("bf16 master=copy", 2)
+    finally:
+        deepspeed.runtime.torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
+    return rows, [(report.applied, report.scale) for report in reports], small.grad_norm
+
+
+def test_autocast_in_fp16_gets_a_scale_that_falls(world2):
+    """torch's scaler never sees an overflow, which DeepSpeed drops before, and the norm is that of scaled gradients."""
+    rows, ours, norm = world2.run(autocast_alone)[0]
+    assert [row[:2] for row in rows] == [(False, 2.0**16)] * 3 + [(True, 2.0**16)]
+    assert rows[-1][2] == pytest.approx(norm * 2.0**16, rel=0.1)  # of a mean of means, where ours is of all samples
+    assert ours[0] == (False, 2.0**16)
+    assert ours[-1][0]
+    assert [scale for _, scale in ours] == sorted((scale for _, scale in ours), reverse=True)
+
+
+def run_page(page):
+    """Its code, with the device that a test machine without cards has."""
+    make_engine(deepspeed_config("fp32", hardware=CPU))  # sets what tests set
+    namespace = {}
+    for block in re.findall(r"^```py\n(.*?)^```", page, re.S | re.M):
+        exec(compile(block, "docs/deepspeed.md", "exec"), namespace)
+    return repr(namespace["report"])
+
+
+def test_the_page_runs(world2):
+    page = (Path(__file__).parent.parent / "docs" / "deepspeed.md").read_text()
+    reports = world2.run(run_page, page)
+    assert reports[0] == reports[1]
+    assert reports[0].startswith("step 4: loss")
+    assert reports[0].endswith("scale 1, applied")
+
+
 def exhaust():
     stepper = make_stepper(f"{FP16} scale.init=4 scale.floor=2", 2, sinks=[(reports := []).append])
     x, y, _ = next(batches(1, torch.distributed.get_rank()))
@@ -124,6 +178,43 @@ def test_a_run_resumes_from_deepspeeds_checkpoint_to_the_bit(world2, tmp_path, s
         assert same_weights
         assert num_steps == 6
         assert saved_scale in (None, scale)
+
+
+def read_back(policy):
+    engine = make_engine(deepspeed_config(policy, stage=2, accumulate=3, max_norm=0.5, reduce="bf16", hardware=CPU))
+    dtypes = (*engine.get_data_types(), engine.communication_data_type)
+    return dtypes, engine.gradient_accumulation_steps(), engine.gradient_clipping(), engine.dynamic_loss_scale_args()
+
+
+def test_deepspeed_reads_what_the_policy_says(world2):
+    scale = "scale.init=256 scale.interval=500 scale.floor=2 scale.hysteresis=3"
+    (dtypes, accumulate, max_norm, scaling), _ = world2.run(read_back, f"{FP16} {scale}")
+    assert dtypes == (torch.float16, torch.float32, torch.bfloat16)
+    assert (accumulate, max_norm) == (3, 0.5)
+    assert scaling == {
+        "init_scale": 256,
+        "scale_window": 500,
+        "delayed_shift": 3,
+        "consecutive_hysteresis": True,
+        "min_scale": 2,
+    }
+
+
+def look_for_autocast():
+    """DeepSpeed asks for the state on CUDA, and closes a region that it did not open; here it is told that of the CPU."""
+    stepper, ask = make_stepper("bf16 master=copy", 2), torch.is_autocast_enabled
+    x, _, _ = next(batches(1))
+    torch.is_autocast_enabled = lambda device_type="cpu": ask(device_type)
+    try:
+        with stepper.forward():
+            return stepper.engine(x).dtype
+    finally:
+        torch.is_autocast_enabled = ask
+
+
+def test_the_region_stays_open_in_the_engine(world2):
+    """The last operation is a softmax, which is fp32 in a region, and bf16 over bf16 weights without one."""
+    assert world2.run(look_for_autocast) == [torch.float32] * 2
 
 
 def part():

@@ -8,6 +8,7 @@ step. Works on private parts of DeepSpeed; each is looked for, and one that is g
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -104,6 +105,15 @@ def check_engine(engine: Any) -> None:
             f"a DeepSpeedStepper over a {type(engine).__name__}",
             "it drives the engine that deepspeed.initialize() returns first",
             "Use halfstep.Stepper for a model.",
+        )
+    if (
+        sys.modules["deepspeed.runtime.torch_autocast"].is_autocast_initialized()
+        and not engine.torch_autocast_enabled()
+    ):
+        raise HalfstepError(
+            "a DeepSpeed engine that was built after one with torch_autocast",
+            "DeepSpeed switches it on for a process, and this engine would send gradients in the format of its weights",
+            "Build this one first, or in a process of its own, or both by deepspeed_config(), which does without.",
         )
     stage = engine.zero_optimization_stage()
     bf16 = engine._config.bfloat16_config
