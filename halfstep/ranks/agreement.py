@@ -48,7 +48,9 @@ def _raise_on_all(ranks: Ranks, failure: Exception | None) -> NoReturn:
 
 def _unknown(failure: Exception | None) -> HalfstepError:
     what = f"{type(failure).__name__} while a Stepper was built"
-    return HalfstepError(what, str(failure) or "without a message", "Its traceback is among what that rank has printed.")
+    return HalfstepError(
+        what, str(failure) or "without a message", "Its traceback is among what that rank has printed."
+    )
 
 
 def agree(ranks: Ranks, policy: Policy, hardware: Hardware) -> tuple[Policy, str] | None:

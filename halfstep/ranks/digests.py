@@ -33,12 +33,12 @@ def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
     """
     if hasattr(tensor, "__tensor_flatten__"):
         return fold([sum_of_bits(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0]])
-    flat = tensor.detach().reshape(-1)
+    flat = tensor.detach().contiguous().view(-1)
     if flat.is_complex():
-        flat = torch.view_as_real(flat).reshape(-1)
+        flat = torch.view_as_real(flat).view(-1)
     width = flat.element_size()
-    if flat.storage_offset() * width % 8:
-        flat = flat.clone()
+    if flat.storage_offset() * width % 8 or flat.stride(0) != 1:  # of a single element it may be anything
+        flat = flat.clone(memory_format=torch.contiguous_format)
     integers = flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[width])
     num_whole = integers.numel() * width // 8 * 8 // width
     total = integers[:num_whole].view(torch.int64).sum()
@@ -55,7 +55,7 @@ def fold(numbers: Sequence[torch.Tensor]) -> torch.Tensor:
 def differing(ranks: Ranks, digests: Sequence[int | torch.Tensor | None]) -> list[bool]:
     """Which digests, signed 64-bit numbers, are not the same on all ranks: one collective, and one read of its answer.
 
-    Those on the device need not be read for it. None is the digest of a rank that has no say.
+    Those on the device need not be read for it. None is the digest of a rank that has no say; some rank has one.
     """
     known = [0 if digest is None or isinstance(digest, torch.Tensor) else digest for digest in digests]
     whole = torch.tensor(known, dtype=torch.int64, device=ranks.device)

@@ -53,7 +53,7 @@ def facts_of_run(policy: Policy, requested: str, **settings: object) -> list[Fac
     """What was asked for. ``requested``: the policy's text as the user wrote it."""
     return [
         Fact("format", {"computes": f"in {policy.compute}"}),
-        Fact("policy", {"has the policy": f"'{policy}'", "asks for": f"'{requested}'"}),
+        Fact("policy", {"has the policy": f"'{policy}'", "asks": f"for '{requested}'"}),
         Fact("settings", {f"sets {name}": f"to {_text(value)}" for name, value in settings.items()}),
     ]
 
@@ -155,7 +155,7 @@ def facts_of_weights(ranks: Ranks, rests: Mapping[str, torch.Tensor | None]) -> 
 
 def _value(tensor: torch.Tensor) -> str:
     if tensor.dim() == 0:
-        return f"of {tensor.item()!r}"
+        return f"at {tensor.item()!r}"
     return f"with checksum {sum_of_bits(tensor).item() % (1 << 64):016x}"
 
 
