@@ -99,7 +99,7 @@ class Stepper:
     log:        folder that keeps what the run does, for ``halfstep watch``; appended to, also by a run that goes on.
     watch:      how the guard judges the run: a :class:`halfstep.Watch`, the name of its TOML file, or False for no
                 guard and no log; see docs/watch.md.
-    contract:   when several ranks compare what they have to agree on, and what they may differ in; see docs/contract.md.
+    contract:   when several ranks compare what they hold, and what they may differ in; see docs/contract.md.
 
     A scheduler, an ``on_applied`` hook, BatchNorm statistics and an optimizer without ``found_inf`` need the verdict on
     the host, one read a window; so does the first step of an SGD with momentum. Replay needs it once a micro-batch.
@@ -129,7 +129,9 @@ class Stepper:
         module = self.ranks.module
         with together(self.ranks):
             if not hasattr(accumulate, "__index__") or accumulate < 1:
-                raise HalfstepError(f"accumulate={accumulate}", "a window holds whole micro-batches", "Use 1, 2, 3, ...")
+                raise HalfstepError(
+                    f"accumulate={accumulate}", "a window holds whole micro-batches", "Use 1, 2, 3, ..."
+                )
             if max_norm is not None and not 0 < max_norm < math.inf:
                 raise HalfstepError(
                     f"max_norm={max_norm}", "a norm is clipped to a positive number", "Use None to not clip."
@@ -312,7 +314,7 @@ class Stepper:
         return self.masters.fp32_state_dict()
 
     def _facts(self) -> list[Fact]:
-        """What other ranks have to hold too; where the run is and what it has, without the weights themselves."""
+        """What other ranks have to hold too, from the moment on when the stepper is built."""
         module, optimizer = self.ranks.module, self.optimizer
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         facts = facts_of_run(
@@ -332,7 +334,7 @@ class Stepper:
         ]
 
     def _compare(self) -> None:
-        """Compare with the other ranks, all of it, before a window begins; a difference ends the run on each of them."""
+        """Compare with the other ranks before a window begins; a difference ends the run on each of them."""
         names = {id(parameter): name for name, parameter in self.ranks.module.named_parameters()}
         formats = {names[key]: dtype for key, dtype in self._comparison.gradients.items()}
         num_micro_batches = self._window.num_micro_batches
