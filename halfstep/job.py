@@ -45,7 +45,7 @@ class Job:
             if "TORCHELASTIC_RUN_ID" in os.environ:
                 self._is_refused = True
                 raise HalfstepError(
-                    f"halfstep {command} in {self.num} processes",
+                    f"{command} in {self.num} processes",
                     f"it runs in one process; only {' and '.join(TOGETHER)} run over several ranks",
                     "Leave torchrun out.",
                 )
