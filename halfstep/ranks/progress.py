@@ -110,8 +110,9 @@ class Progress:
         self._is_inside, self._since = False, time.monotonic()
         self._endings: list[WeakMethod[Callable[[str], None]]] = []
         self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="halfstep progress", daemon=True)
         if self.post():
-            threading.Thread(target=self._work, name="halfstep progress", daemon=True).start()
+            self._thread.start()
 
     @property
     def place(self) -> Place:
@@ -193,8 +194,10 @@ class Progress:
                     call(reason)
 
     def close(self) -> None:
-        """Post no more."""
+        """Post no more. One still inside the store when the interpreter ends would abort the process."""
         self._is_over.set()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(_STORE_S)
 
     def _work(self) -> None:
         while not self._is_over.wait(self.beat_s):
@@ -232,6 +235,7 @@ def current() -> Progress:
 def _say_goodbye() -> None:
     if _current is not None:
         _current.say_goodbye()
+        _current.close()
 
 
 def num_calls() -> float:
