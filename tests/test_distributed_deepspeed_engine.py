@@ -201,7 +201,7 @@ def test_deepspeed_reads_what_the_policy_says(world2):
 
 
 def look_for_autocast():
-    """DeepSpeed asks for the state on CUDA, and closes a region that it did not open; here it is told that of the CPU."""
+    """DeepSpeed asks for the state on CUDA, and closes a region that it did not open; here it is told the CPU's."""
     stepper, ask = make_stepper("bf16 master=copy", 2), torch.is_autocast_enabled
     x, _, _ = next(batches(1))
     torch.is_autocast_enabled = lambda device_type="cpu": ask(device_type)
