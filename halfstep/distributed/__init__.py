@@ -11,7 +11,7 @@ from typing import Any
 _HOME: dict[str, str] = {
     "start": "launch",
     "replicate": "replicate",
-    "shard": "shard",
+    "shard": "sharding",
     "save": "checkpoint",
     "load": "checkpoint",
     "deepspeed_config": "deepspeed_settings",

@@ -76,8 +76,8 @@ def shard(
         mesh = init_device_mesh(_kind_of(model), (distributed.get_world_size(),))
     _check_mesh(mesh, wire)
     device = torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
-    # A model on meta has no device to compare numbers on.
-    ranks = Group(nn.Linear(1, 1, device=device), group_of(mesh))
+    # A model on meta has no device to compare numbers on. No random number is drawn, so that a seed stays what it was.
+    ranks = Group(nn.utils.skip_init(nn.Linear, 1, 1, device=device), group_of(mesh))
     with together(ranks):
         requested, hardware = Policy.parse(policy), detect(str(device))
         _check_model(model)
