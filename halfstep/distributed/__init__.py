@@ -10,7 +10,7 @@ from typing import Any
 
 _HOME: dict[str, str] = {
     "start": "launch",
-    "replicate": "replicate",
+    "replicate": "replication",
     "shard": "sharding",
     "save": "checkpoint",
     "load": "checkpoint",

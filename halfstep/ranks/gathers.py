@@ -19,6 +19,7 @@ from halfstep.dtypes import FORMAT_OF, LOW_DTYPES
 from halfstep.errors import HalfstepError
 from halfstep.formats import FORMATS, SIXTEEN_BIT
 from halfstep.policy import Policy
+from halfstep.ranks.wire import Bf16ReduceScatter
 from halfstep.weights import formats_of
 
 
@@ -82,8 +83,18 @@ def formats_in_words(model: nn.Module) -> dict[str, str]:
         formats = [_formats(parameter, group.mp_policy) for parameter in parameters]
         gathered = _names({gathered for gathered, _ in formats})
         reduced = _names({reduced for _, reduced in formats if reduced is not None}) or "no"
-        words[f"shards of {paths[group.modules[0]] or 'the model'}"] = f"{gathered} weights, {reduced} gradients"
+        what = f"{gathered} weights, {reduced} gradients{_wire_of(group)}"
+        words[f"shards of {paths[group.modules[0]] or 'the model'}"] = what
     return words
+
+
+def _wire_of(group: Any) -> str:
+    """How its gradients travel, where that is not as they are reduced."""
+    reduction = getattr(group, "_reduce_scatter_comm", None)
+    if isinstance(reduction, Bf16ReduceScatter):
+        return " sent in bf16"
+    is_of_torch = reduction is None or type(reduction).__module__.startswith("torch.")
+    return "" if is_of_torch else f" sent by {type(reduction).__name__}, which is unknown"
 
 
 def check_gathers(model: nn.Module, policy: Policy, warns: bool) -> None:
