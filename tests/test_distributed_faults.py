@@ -1,5 +1,6 @@
 """A rank that is gone, hangs, is slow, bad or without a disk: the others stop or go on, and name it."""
 
+import contextlib
 import errno
 import json
 import os
@@ -7,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,10 +18,12 @@ from torch import distributed, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from halfstep import Stepper
+from halfstep import Stepper, Watch
 from halfstep.events import Alert
-from halfstep.ranks import fault, pace, progress
+from halfstep.ranks import fault, pace
 from halfstep.ranks.progress import Progress
+from halfstep.watch.entry import RunStart, Step
+from halfstep.watch.guard import Guard
 
 HERE = Path(__file__).parent
 CLOSED = RuntimeError("[third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:50310")
@@ -28,11 +32,19 @@ CLOSED = RuntimeError("[third_party/gloo/gloo/transport/tcp/pair.cc:553] Connect
 # Who is at fault. Three ranks in one process, over one store.
 
 
+class Rank(Progress):
+    calls = 0.0
+
+    @property
+    def place(self):
+        return replace(super().place, num_calls=self.calls)
+
+
 @pytest.fixture
 def ranks(monkeypatch):
     """Three ranks in step 12. Those that live post whenever the one that asks looks again."""
     store = distributed.HashStore()
-    ranks = [Progress(store, rank, 3, timeout_s=60.0, beat_s=0.02) for rank in range(3)]
+    ranks = [Rank(store, rank, 3, timeout_s=60.0, beat_s=0.02) for rank in range(3)]
     for each in ranks:
         each.close()  # the thread; a test posts itself
         each.enter(12)
@@ -102,28 +114,11 @@ def test_a_rank_that_lives_and_has_not_come_is_late(ranks, place, where):
     assert "which may take 60 s" in line
 
 
-def test_a_rank_in_the_same_step_that_has_begun_fewer_collectives_is_late(ranks, monkeypatch):
+def test_a_rank_in_the_same_step_that_has_begun_fewer_collectives_is_late(ranks):
     """As one that hangs in its closure, while the others are in backward."""
-    monkeypatch.setattr(progress, "num_calls", lambda: 119.0)
-    ranks[0].post()
-    ranks[2].post()
-    monkeypatch.setattr(progress, "num_calls", lambda: 118.0)
-    ranks[1].post()
-    ranks[0].living[:] = [ranks[1]]
-    ranks[2].say("a collective failed in step 12", is_victim=True)  # posts 118 too, as it stands
-    monkeypatch.setattr(progress, "num_calls", lambda: 119.0)
-    ranks[2].post()
-    own = ranks[0].post
-    monkeypatch.setattr(fault.time, "sleep", lambda s: _as(monkeypatch, {ranks[1]: 118.0}, own))
-    assert "rank 1 (host" in said(ranks[0])
-
-
-def _as(monkeypatch, calls, own):
-    for each, number in calls.items():
-        monkeypatch.setattr(progress, "num_calls", lambda number=number: number)
-        each.post()
-    monkeypatch.setattr(progress, "num_calls", lambda: 119.0)
-    own()
+    ranks[0].calls = ranks[2].calls = 119.0
+    ranks[1].calls = 118.0
+    assert said(ranks[0]).startswith("rank 1 (host")
 
 
 def test_a_rank_whose_script_failed_is_named_with_its_error(ranks):
@@ -229,6 +224,30 @@ def test_the_slowest_rank_is_compared_to_the_median_of_the_others(monkeypatch):
     assert last["step_ms"] == pytest.approx(100.0)
 
 
+@pytest.mark.parametrize(
+    ("slowest", "told"),
+    [
+        ([(2, 61.0), (2, 61.0)], [2]),
+        ([(2, 41.0), (2, 61.0)], []),  # 19 ms of 100 are under a fifth
+        ([(2, 61.0), (1, 61.0)], []),  # a checkpoint here, an evaluation there
+        ([(2, 61.0)], []),
+    ],
+)
+def test_who_makes_the_others_wait_for_a_fifth_of_two_looks_is_told(slowest, told):
+    guard = Guard(RunStart(0.0))
+    guard.see(Step(1, 1.0, 2.0, 1.0))
+    alerts = []
+    for number, (rank, work_ms) in enumerate(slowest):
+        entry = {"kind": "ranks", "time": 1.0, "step": 10 * number, "num_ranks": 4, "step_ms": 100.0, "others_ms": 22.0}
+        alerts += guard.see({**entry, "slowest": rank, "slowest_host": "a", "slowest_ms": work_ms, "troubles": []})
+    assert [alert.rule for alert in alerts] == ["slow-rank"] * len(told)
+    assert [alert.message for alert in alerts] == [
+        f"rank {rank} (host a) works 61 ms by itself in a step, the others 22 ms: they wait 39 ms of the 100 ms that "
+        "it takes"
+        for rank in told
+    ]
+
+
 def test_nobody_is_compared_before_all_have_made_ten_steps(monkeypatch):
     store = distributed.HashStore()
     ranks = [Progress(store, rank, 2, beat_s=60.0) for rank in range(2)]
@@ -329,47 +348,63 @@ def test_twice_is_not_again_and_again(world2):
     assert alerts == []
 
 
+@contextlib.contextmanager
+def looking(stepper):
+    """Rank 0 looks at the ranks when all of them call what this gives, and at no other time."""
+    progress, own = stepper.ranks.progress, stepper.ranks._pace
+    beats, own._look_s = progress.on_beat, 0.0
+    progress.on_beat, own._before = [], {}
+
+    def look():
+        progress.post()
+        distributed.barrier()
+        if progress.rank == 0:
+            own.look()
+
+    look()
+    yield look
+    progress.on_beat, own._look_s, progress.trouble = beats, pace.LOOK_S, ""
+
+
 def full_disk_on_rank_1(folder):
     """Its log can write nothing from step 5 to step 12 on, and keeps two entries meanwhile."""
     from halfstep.watch import appender, log
 
     rank = distributed.get_rank()
     model, stepper, alerts = make("ddp", log=folder)
-    look, write, most, is_full = stepper.ranks._pace, os.write, log.MOST_KEPT, False
+    write, most, is_full, losses = os.write, log.MOST_KEPT, False, []
 
     def full(file, data):
-        if is_full and rank == 1 and file == stepper._watcher.session._log._file._file:
+        if is_full and file == stepper._watcher.session._log._file._file:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return write(file, data)
 
-    def settle():
-        stepper._watcher.flush()
-        time.sleep(0.3)
-        stepper.ranks.progress.post()
-        distributed.barrier()
-        if rank == 0:
-            look.look()
-
-    appender.os.write = full
-    look._look_s = 0.0
-    settle()
-    losses = []
-    try:
-        for step in range(1, 25):
-            if step in (5, 13):
-                stepper._watcher.flush()
-                time.sleep(0.2)
-                is_full = step == 5
-                log.MOST_KEPT = 2 if is_full and rank == 1 else most
-            if step == 13:
-                settle()
+    def train(steps):
+        for _ in range(steps):
             losses.append(stepper.step(lambda: model(torch.ones(4, 8)).float().square().mean()).loss)
-    finally:
-        appender.os.write = write
-    time.sleep(2.5)  # the log's thread tries once a second
+        stepper._watcher.flush()
+
+    with looking(stepper) as look:
+        train(4)
+        wait_for(lambda: entries(folder, rank)[-1].get("step") == 4)
+        if rank == 1:
+            appender.os.write, log.MOST_KEPT, is_full = full, 2, True
+        train(8)
+        wait_for(lambda: rank == 0 or stepper.ranks.progress.trouble)
+        is_full = False
+        appender.os.write, log.MOST_KEPT = write, most
+        look()
+        train(12)
     stepper.close()
-    stepper.ranks.progress.trouble, look._look_s = "", pace.LOOK_S
     return losses, [alert for alert in alerts if alert[0] == "rank-trouble"]
+
+
+def wait_for(condition):
+    """For the log's thread."""
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
 
 
 def entries(folder, rank):
@@ -394,20 +429,19 @@ def test_a_rank_whose_disk_is_full_goes_on_and_rank_0_names_it(world2, tmp_path)
 
 
 def slow_rank_1(engine, folder):
-    model, stepper, alerts = make(engine, log=folder, accumulate=2)
-    own = stepper.ranks._pace
-    own._look_s = 0.0
-    for _ in range(3):
-        stepper.ranks.progress.post()
-        distributed.barrier()
-        if distributed.get_rank() == 0:
-            own.look()
-        for _ in range(24):
-            if distributed.get_rank() == 1:
-                time.sleep(0.03)
+    # A share that a machine with other work keeps to as well.
+    watch = Watch(rules={"slow-rank": {"share": 0.05}})
+    model, stepper, alerts = make(engine, log=folder, watch=watch)
+    with looking(stepper) as look:
+        for _ in range(2):
+            for _ in range(10):
+                if distributed.get_rank() == 1:
+                    time.sleep(0.06)
+                stepper.step(lambda: model(torch.ones(4, 8)).float().square().mean())
+            look()
+        for _ in range(2):
             stepper.step(lambda: model(torch.ones(4, 8)).float().square().mean())
     stepper.close()
-    own._look_s = pace.LOOK_S
     return [alert for alert in alerts if alert[0] == "slow-rank"]
 
 
@@ -418,9 +452,8 @@ def test_a_rank_that_is_slow_is_named_with_what_the_others_wait(world2, tmp_path
     assert alert[:2] == ("slow-rank", 0)
     assert alert[2].startswith("rank 1 (host ")
     looks_ = [entry for entry in entries(tmp_path / "log", 0) if entry["kind"] == "ranks"]
-    assert len(looks_) >= 2
-    assert all(entry["slowest"] == 1 for entry in looks_)
-    assert all(entry["slowest_ms"] > 60.0 for entry in looks_)  # it slept twice 30 ms
+    assert [entry["slowest"] for entry in looks_] == [1, 1]
+    assert all(entry["slowest_ms"] > 60.0 for entry in looks_)
     assert all(entry["others_ms"] < entry["slowest_ms"] for entry in looks_)
 
 
