@@ -10,7 +10,8 @@ import torch
 from torch import distributed
 from torch.utils.data import DistributedSampler
 
-from halfstep.distributed.replicate import replicate
+from halfstep.distributed.replication import replicate
+from halfstep.errors import HalfstepError
 from halfstep.ranks.engine import ranks_of
 from halfstep.snapshot import RandomState
 from halfstep.workload import Workload, stream
@@ -30,6 +31,12 @@ def share(workload: Workload, device: str) -> Workload:
     """
     if num_ranks() == 1:
         return workload
+    if torch.device(device).index is not None:
+        raise HalfstepError(
+            f"device={device!r} for each of {num_ranks()} ranks",
+            "each of them has a card of its own",
+            "Use 'cuda', or 'cpu'.",
+        )
     model, batches = workload.model, workload.batches
     if ranks_of(model).num == 1:
         model = replicate(model.to(device))

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from halfstep.cli import run
 from halfstep.compare import Trial, compare
 from halfstep.compare.trial import together
-from halfstep.distributed.shard import shard
+from halfstep.distributed.sharding import shard
 from halfstep.errors import HalfstepError
 from halfstep.share import share
 from halfstep.source import Source
@@ -250,6 +250,7 @@ def test_what_was_found_is_the_status_of_every_rank(world2):
     [
         (["compare", "charlmm"], "halfstep: workload 'charlmm': no built-in workload has this name"),
         (["compare", "mlp", "--policies", "fp17"], "halfstep: compute format 'fp17'"),
+        (["compare", "mlp", "--device", "cpu:0"], "halfstep: device='cpu:0' for each of 2 ranks"),
         (["compare", "--wrong"], "halfstep: No such option: --wrong"),
     ],
 )

@@ -10,7 +10,7 @@ from reference.loop import Gate
 from torch import nn
 
 from halfstep.cli import run
-from halfstep.distributed.shard import shard
+from halfstep.distributed.sharding import shard
 from halfstep.explain.trace import trace
 from halfstep.policy import Policy
 from halfstep.source import Source, load

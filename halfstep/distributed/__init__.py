@@ -23,9 +23,7 @@ _HOME: dict[str, str] = {
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'halfstep.distributed' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"halfstep.distributed.{_HOME[name]}"), name)
-    globals()[name] = value  # over the module of the same name, which its import has put there
-    return value
+    return getattr(importlib.import_module(f"halfstep.distributed.{_HOME[name]}"), name)
 
 
 def __dir__() -> list[str]:
