@@ -5,7 +5,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from halfstep import HalfstepError
-from halfstep.distributed.replicate import replicate
+from halfstep.distributed.replication import replicate
 from halfstep.hardware import Hardware
 
 A100 = Hardware.of("cuda", "NVIDIA A100-SXM4-80GB", capability=(8, 0))
