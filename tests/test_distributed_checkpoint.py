@@ -15,7 +15,7 @@ DDP = [FP16, *LAYOUTS, *(pytest.param(policy, marks=pytest.mark.slow) for policy
 
 def saved_and_resumed(engine, policy, optimizer, folder, stops):
     """Save at each of ``stops`` micro-batches of a run, and resume there; how many replays the run had."""
-    pieces = micro_batches(engine, 0, 7)
+    pieces = micro_batches(engine, 0, 5)
     whole = build(engine, policy, optimizer)
     reports = []
     for place, piece in enumerate(pieces):
@@ -34,19 +34,19 @@ def saved_and_resumed(engine, policy, optimizer, folder, stops):
 
 @pytest.mark.parametrize("policy", DDP)
 def test_under_ddp_a_run_goes_on_with_the_same_bits(world2, policy, tmp_path):
-    replays = world2.run(saved_and_resumed, "ddp", policy, "adamw fused", str(tmp_path), [5, 8, 10])
+    replays = world2.run(saved_and_resumed, "ddp", policy, "adamw fused", str(tmp_path), [5, 8])
     assert all(replays) == policy.startswith("fp16")
 
 
-@pytest.mark.parametrize("policy", ["bf16", FP16])
+@pytest.mark.parametrize("policy", [pytest.param("bf16", marks=pytest.mark.slow), FP16])
 def test_under_fully_shard_a_run_goes_on_with_the_same_bits(world2, policy, tmp_path):
-    replays = world2.run(saved_and_resumed, "fsdp", policy, "adamw fused", str(tmp_path), [5, 8, 10])
+    replays = world2.run(saved_and_resumed, "fsdp", policy, "adamw fused", str(tmp_path), [5, 8])
     assert all(replays) == policy.startswith("fp16")
 
 
 @pytest.mark.parametrize("policy", ["bf16", LAYOUTS[0]])
 def test_in_one_process_a_run_goes_on_with_the_same_bits(policy, tmp_path, kernels_stay):
-    replays = saved_and_resumed("one", policy, "adamw fused", str(tmp_path), [3, 8, 17])
+    replays = saved_and_resumed("one", policy, "adamw fused", str(tmp_path), [3, 16])
     assert bool(replays) == policy.startswith("fp16")
 
 

@@ -9,12 +9,12 @@ from halfstep import HalfstepError, StepReport
 from halfstep.distributed import load, save
 
 # One of two ranks, and one of four, comes to a lower scale than the others before the run is saved.
-POLICIES = [pytest.param("bf16", marks=pytest.mark.slow), "fp16 scale.init=16384"]
+POLICIES = ["bf16", "fp16 scale.init=16384"]
 RUNS = ["one 1", "ddp 2", "fsdp 2", "ddp 4", "fsdp 4"]
-LAYOUTS = [
-    "split16",
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("copy", "split8", "kahan", "stochastic")),
-]
+# Each engine on another number of ranks, and each into each; all pairs are slow.
+FEW, INTO = ["one 1", "ddp 2", "fsdp 4"], ["one 1", "fsdp 2", "ddp 4"]
+SLOW = ["copy", "split8", "kahan", "stochastic"]
+LAYOUTS = ["split16", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 STOP = 5
 """Numbers before the run is saved: two windows, and half of the next one."""
 
@@ -62,28 +62,43 @@ def on(world2, world4):
     return run_on
 
 
-@pytest.fixture(scope="module", params=POLICIES)
-def saved(request, on, tmp_path_factory):
-    """The policy, and every run by its name: where it was saved, what it was then, and how its window ended."""
-    folder = tmp_path_factory.mktemp("runs")
-    runs = {name: (str(folder / name), *on(name, save_run, request.param, str(folder / name))) for name in RUNS}
-    return request.param, runs
+@pytest.fixture(scope="module")
+def saved(on, tmp_path_factory):
+    """Runs by policy and name, as they are asked for: where each was saved, what it was, and how its window ended."""
+    runs = {}
+
+    def of(policy, name):
+        if (policy, name) not in runs:
+            folder = str(tmp_path_factory.mktemp("runs"))
+            runs[policy, name] = (folder, *on(name, save_run, policy, folder))
+        return runs[policy, name]
+
+    return of
 
 
-def test_the_ranks_of_the_runs_have_parted_before_they_are_saved(saved):
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_ranks_of_a_run_have_parted_before_it_is_saved(saved, policy):
     """Or what is shown below would be little."""
-    policy, runs = saved
-    for name in ("ddp 2", "ddp 4"):
-        assert (len(set(runs[name][3])) > 1) == policy.startswith("fp16")
+    assert (len(set(saved(policy, "ddp 2")[3])) > 1) == policy.startswith("fp16")
 
 
-@pytest.mark.parametrize("target", RUNS)
+@pytest.mark.parametrize("target", INTO)
 def test_a_run_goes_on_elsewhere(saved, on, target):
-    policy, runs = saved
-    names = [name for name in RUNS if name != target]
-    loaded = on(target, load_runs, policy, [runs[name][0] for name in names])
+    goes_on(saved, on, POLICIES[1], FEW, target)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("target", RUNS)
+def test_every_run_goes_on_elsewhere(saved, on, target, policy):
+    goes_on(saved, on, policy, RUNS, target)
+
+
+def goes_on(saved, on, policy, sources, target):
+    names = [name for name in sources if name != target]
+    loaded = on(target, load_runs, policy, [saved(policy, name)[0] for name in names])
     for name, (after, end) in zip(names, loaded, strict=True):
-        _, before, its_end, scales = runs[name]
+        _, before, its_end, scales = saved(policy, name)
         before = dict(before)
         for key in ("weights", "optimizer", "lr", "scheduler", "counters", "num_micro_batches"):
             assert_same(after.pop(key), before.pop(key), f"{name}/{key}")

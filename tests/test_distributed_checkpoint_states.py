@@ -53,7 +53,7 @@ def bytes_more(stepper, call):
     return live.peak - before
 
 
-@pytest.mark.parametrize("policy", ["bf16", "bf16 master=split16"])
+@pytest.mark.parametrize("policy", [pytest.param("bf16", marks=pytest.mark.slow), "bf16 master=split16"])
 def test_saving_copies_no_tensor_and_loading_one_at_a_time(policy, tmp_path):
     stepper = trained_wide(policy)
     assert bytes_more(stepper, lambda: save(tmp_path, stepper)) < LAYER  # random state and numbers of the window
@@ -108,6 +108,7 @@ def test_states_in_lists_and_dicts(tmp_path):
     assert str(steppers[0][1]().to_dict()) == str(steppers[1][1]().to_dict())
 
 
+@pytest.mark.slow
 def test_quantised_states(tmp_path, monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of kernels for devices that are not here

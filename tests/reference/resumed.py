@@ -14,7 +14,7 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from halfstep import Stepper
-from halfstep.distributed.shard import shard
+from halfstep.distributed import shard
 from halfstep.gradients import gradients_of, local_of
 
 PARTS = 4
