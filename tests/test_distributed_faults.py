@@ -400,7 +400,7 @@ def full_disk_on_rank_1(folder):
 
 
 def wait_for(condition):
-    """For the log's thread."""
+    """For another thread, or a process."""
     end = time.monotonic() + 30
     while not condition():
         assert time.monotonic() < end
@@ -474,12 +474,19 @@ def torchrun(folder, fault, *options):
     )  # fmt: skip
 
 
+def end(process):
+    """With its ranks, if it still runs: they have sessions of their own."""
+    if process.poll() is None:
+        process.terminate()
+        process.wait(60)
+
+
 def ended(folder, fault, *options):
     process = torchrun(folder, fault, *options)
     try:
         said = process.communicate(timeout=120)[0]
     finally:
-        process.kill()
+        end(process)
     return process.returncode, said
 
 
@@ -545,14 +552,12 @@ def test_the_others_of_a_rank_that_stops_end_with_its_name(tmp_path, fault, word
 def test_a_job_that_is_ended_from_outside_leaves_whole_logs(tmp_path, number):
     process = torchrun(tmp_path, "wait")
     try:
-        end = time.monotonic() + 60
-        while not (tmp_path / "waits").exists() and time.monotonic() < end:
-            time.sleep(0.1)
+        wait_for((tmp_path / "waits").exists)
         time.sleep(0.5)
         process.send_signal(number)
         output = process.communicate(timeout=60)[0]
     finally:
-        process.kill()
+        end(process)
     assert process.returncode != 0
     for rank in (0, 1):
         steps = [entry["step"] for entry in entries(tmp_path / "log", rank) if entry["kind"] == "step"]
