@@ -25,9 +25,13 @@ def losses(text):
     return [float(loss) for loss in re.findall(r"loss ([\d.]+)", text)]
 
 
+@pytest.fixture(scope="module")
+def alone():
+    return run_example()
+
+
 @pytest.mark.parametrize("arguments", [(), ("fsdp2",)], ids=["ddp", "fsdp2"])
-def test_two_ranks_train_to_the_losses_of_one_device(world2, arguments):
-    alone = run_example()
+def test_two_ranks_train_to_the_losses_of_one_device(world2, alone, arguments):
     first, second = world2.run(run_example, *arguments)
     assert second == ""
     # fp32 sums in another order: an eps of 1.2e-7 that 30 steps of AdamW carry on. Seen: six equal digits.

@@ -56,15 +56,21 @@ def traced(*arguments):
 
 FAULTS = [
     ("fp16", {"bad": (7,)}),
+    ("fp16", {"bad": (5,), "accumulate": 2, "where": "gradient"}),
+]
+MORE = [
+    ("bf16", {"bad": (5,), "accumulate": 2, "normalises": True}),
     ("fp16", {"bad": (7,), "where": "gradient", "fused": True}),
     ("fp16 on_overflow=skip", {"bad": (7,), "where": "gradient"}),
-    ("bf16", {"bad": (5,), "accumulate": 2, "normalises": True}),
-    ("fp16", {"bad": (5,), "accumulate": 2, "where": "gradient"}),
     ("bf16", {"bad": (7, 8), "accumulate": 2, "where": "gradient", "fused": True}),
 ]
 
 
-@pytest.mark.parametrize(("policy", "options"), FAULTS)
+def faults(*others):
+    return [*FAULTS, *others, *(pytest.param(*each, marks=pytest.mark.slow) for each in MORE if each not in others)]
+
+
+@pytest.mark.parametrize(("policy", "options"), faults(MORE[0]))
 def test_the_trace_of_a_rank_is_that_of_one_process_over_the_same_samples(world2, policy, options):
     (report, text), other = world2.run(traced, policy, options)
     assert other == (report, text)
@@ -82,7 +88,7 @@ def test_the_trace_of_a_rank_is_that_of_one_process_over_the_same_samples(world2
         assert report["micro_batch"] == (options["bad"][0] // 2) % 2
 
 
-@pytest.mark.parametrize(("policy", "options"), FAULTS[:3] + FAULTS[4:])
+@pytest.mark.parametrize(("policy", "options"), faults())
 def test_where_weights_are_shards_the_ranks_say_what_they_met(world2, policy, options):
     (report, text), other = world2.run(traced, policy, {**options, "engine": "shard"})
     assert other == (report, text)
