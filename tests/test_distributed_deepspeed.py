@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -12,13 +13,20 @@ from reference.deepspeed_engines import (
     make_stepper,
     numbers_of,
     sum_of_loss,
+    warm_up,
     weights_of,
 )
 from reference.nets import CPU
 
 from halfstep import Stepper
 
-pytest.importorskip("deepspeed", reason="needs DeepSpeed, which the extra deepspeed brings")
+pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed, which is for Linux alone")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _warm(world2):
+    world2.run(warm_up, timeout=300)
+
 
 NUM_STEPS = 12
 

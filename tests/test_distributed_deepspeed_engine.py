@@ -2,18 +2,25 @@
 
 import json
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
-from reference.deepspeed_engines import batches, make_engine, make_stepper, numbers_of, sum_of_loss, weights_of
+from reference.deepspeed_engines import batches, make_engine, make_stepper, numbers_of, sum_of_loss, warm_up, weights_of
 from reference.nets import CPU
 
 from halfstep import HalfstepError
 from halfstep.distributed import DeepSpeedStepper, deepspeed_config
 from halfstep.errors import ScaleExhausted
 
-pytest.importorskip("deepspeed", reason="needs DeepSpeed, which the extra deepspeed brings")
+pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed, which is for Linux alone")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _warm(world2):
+    world2.run(warm_up, timeout=300)
+
 
 FP16 = "fp16 master=copy on_overflow=skip"
 

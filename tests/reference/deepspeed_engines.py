@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import sys
+from unittest import mock
 
 import torch
 from reference.nets import CPU
@@ -37,14 +40,26 @@ def make_optimizer(model):
     return torch.optim.SGD(model.parameters(), lr=2.0**-6, momentum=0.5)
 
 
-def make_engine(config, optimizer=make_optimizer):
+@functools.cache
+def import_deepspeed():
+    """For CPUs, without what it does at once and no test needs; half of the time of its import and its first engine."""
     os.environ["DS_ACCELERATOR"] = "cpu"
+    is_new = sys.modules.setdefault("mlflow", None) is None
     import deepspeed
 
-    # It would compile a collective of its own for CPUs, for many seconds.
+    if is_new:
+        del sys.modules["mlflow"]
+    with mock.patch("torch.compile", lambda function: function):
+        import deepspeed.runtime.zero.muon.original_muon  # compiles when it is imported
+    # A collective of its own for CPUs, compiled for many seconds.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    # It would collect garbage four times, for lines in its log.
+    # Four collections of garbage for lines in a log.
     deepspeed.runtime.bf16_optimizer.see_memory_usage = lambda *_, **__: None
+    return deepspeed
+
+
+def make_engine(config, optimizer=make_optimizer):
+    deepspeed = import_deepspeed()
     model = make_net()
     config = {"zero_allow_untested_optimizer": True, **config}
     return deepspeed.initialize(model=model, optimizer=optimizer(model), config=config)[0]
@@ -54,6 +69,11 @@ def make_stepper(policy, stage, *, accumulate=1, max_norm=None, optimizer=make_o
     config = deepspeed_config(policy, stage=stage, accumulate=accumulate, max_norm=max_norm, hardware=CPU)
     settings = {"watch": False, **settings}
     return DeepSpeedStepper(make_engine(config, optimizer), hardware=CPU, **settings)
+
+
+def warm_up():
+    """The first engine of a process, with all that it imports."""
+    make_stepper("fp32", 2)
 
 
 def weights_of(engine):
