@@ -42,17 +42,17 @@ class Gather:
 
 def gathers_of(model: nn.Module) -> list[Gather]:
     """Of every weight under ``fully_shard``, tied ones once."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    gathers = []
+    groups = {}
     for group in _groups(model):
         for each in group.fsdp_params:
             # By name, since loading and to_empty() may have put another tensor there.
             owner = each._module_info.module
-            parameter = getattr(owner, each._module_info.param_name)
-            if id(parameter) in names:
-                kept, formats = parameter.dtype, _formats(parameter, group.mp_policy)
-                gathers.append(Gather(names[id(parameter)], owner, parameter, kept, *formats, group.mp_policy))
-    return gathers
+            groups[id(getattr(owner, each._module_info.param_name))] = owner, group.mp_policy
+    return [
+        Gather(name, groups[id(p)][0], p, p.dtype, *_formats(p, groups[id(p)][1]), groups[id(p)][1])
+        for name, p in model.named_parameters()
+        if id(p) in groups
+    ]
 
 
 def _groups(model: nn.Module) -> list[Any]:
