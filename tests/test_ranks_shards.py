@@ -62,7 +62,8 @@ def test_a_model_that_the_user_has_sharded_trains_and_what_it_rounds_is_said_onc
     assert not any(said for _, said, _ in others.values())  # rank 0 speaks for all
     assert found["nothing"][1] == found["fp32"][1] == []
     (careful,), (usual,), (left_out,), (output,) = (found[name][1] for name in list(ROUNDING)[2:])
-    vectors = "rounds 11 weights to bf16 that the policy keeps in fp32 (blocks.0.gain, blocks.0.norm.weight, blocks.0.norm.bias, ...)"
+    names = "blocks.0.gain, blocks.0.norm.weight, blocks.0.norm.bias, ..."
+    vectors = f"rounds 11 weights to bf16 that the policy keeps in fp32 ({names})"
     assert vectors in careful
     assert "cast_forward_inputs" not in careful
     assert vectors in usual
