@@ -203,7 +203,7 @@ class SyncedOnCpu(nn.SyncBatchNorm):
         return (x - mean) * self.weight + self.bias
 
 
-def talking(kind, spikes, num_steps=6):
+def talking(kind, spikes, policy=FP16, num_steps=6):
     torch.manual_seed(0)
     net = Talking() if kind == "talking" else nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
     model = DistributedDataParallel(net)
@@ -233,9 +233,10 @@ def test_a_rank_whose_forward_pass_talks_does_not_run_it_again_alone(world2):
     assert all((weights[name] == other_weights[name]).all() for name in weights)
 
 
-def test_ranks_with_synchronised_statistics_decide_on_each_micro_batch(world2):
+@pytest.mark.parametrize("policy", [FP16, f"{FP16} master=split16"])
+def test_ranks_with_synchronised_statistics_decide_on_each_micro_batch(world2, policy):
     spikes = ((0, 0, 1),)
-    (reports, weights), (others, other_weights) = world2.run(talking, "synced", spikes)
+    (reports, weights), (others, other_weights) = world2.run(talking, "synced", spikes, policy)
     assert reports == others
     assert all(applied for applied, _, _ in reports)
     assert reports[0][2] > 0

@@ -28,7 +28,7 @@ def ranks_of(model: nn.Module) -> Ranks:
         raise HalfstepError(
             "a model under FullyShardedDataParallel (FSDP1)",
             "its flat parameters hide which part of a gradient a rank holds, and torch has replaced it",
-            "Use halfstep.shard(model, policy), which calls torch's fully_shard (FSDP2).",
+            "Use halfstep.distributed.shard(model, policy), which calls torch's fully_shard (FSDP2).",
         )
     wrapped = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
     is_sharded = any(hasattr(parameter, "device_mesh") for parameter in model.parameters())
@@ -54,12 +54,6 @@ def check_ranks(ranks: Ranks, policy: Policy, explains: bool) -> None:
     ranks.check(policy)
     if ranks.looks_alone:
         return
-    if policy.master != "fp32":
-        raise HalfstepError(
-            f"master={policy.master} over several ranks whose weights are shards",
-            "fully_shard keeps the fp32 weights as shards already, and computes with 16-bit copies of them",
-            "Leave master out of the policy, and build the shards by halfstep.shard(model, policy).",
-        )
     if explains or policy.on_exhausted == "promote":
         what = "explain=True" if explains else "on_exhausted=promote"
         raise HalfstepError(

@@ -51,6 +51,12 @@ class Shards(Group):
         weakref.finalize(self, model.register_forward_hook(partial(_reshard_after_evaluation, sharded)).remove)
 
     def check(self, policy: Policy) -> None:
+        if policy.master != "fp32":
+            raise HalfstepError(
+                f"master={policy.master} for weights that are shards",
+                "fully_shard keeps the fp32 weights as shards already, and computes with 16-bit copies of them",
+                "Leave master out of the policy, and build the shards by halfstep.distributed.shard(model, policy).",
+            )
         check_gathers(self.module, policy, warns=self.rank == 0)
 
     def begin(self, is_last: bool) -> None:
