@@ -484,7 +484,7 @@ def end(process):
 def ended(folder, fault, *options):
     process = torchrun(folder, fault, *options)
     try:
-        said = process.communicate(timeout=120)[0]
+        said = process.communicate(timeout=300)[0]
     finally:
         end(process)
     return process.returncode, said
