@@ -374,7 +374,7 @@ class Stepper:
 
     def _fix_unit(self, unit: float) -> None:
         """Fix the unit of scaled sums: one for all ranks, since what they hold is added up. 0 has no say in it."""
-        if self.scale.kind != "none":
+        if self.scale.kind != "none" and self.ranks.num > 1:
             unit = self.ranks.highest(torch.tensor(unit, device=self.region.device)).item()
         self._unit = unit or None
 
