@@ -110,26 +110,28 @@ def deal(sampler):
     torch.manual_seed(3)
     workload = share(shuffled(0.5, sampler), "cpu")
     mask = workload.model.module.drop(torch.ones(64))
-    seen, batches = [], stream(workload)
+    seen, drawn, batches = [], [], stream(workload)
     for _ in range(6):
         (x,) = next(batches)
-        torch.rand(1 + 5 * torch.distributed.get_rank())
+        drawn.append(torch.rand(1 + 5 * torch.distributed.get_rank())[0].item())
         seen.append(x[:, 0].tolist())
-    return seen, mask.tolist()
+    return seen, drawn, mask.tolist()
 
 
 def test_batches_are_dealt_out_one_by_one_whatever_the_ranks_draw_besides(world2):
-    (first, mask), (second, other_mask) = world2.run(deal, False)
+    (first, drawn, mask), (second, other_drawn, other_mask) = world2.run(deal, False)
     torch.manual_seed(3)
     workload = shuffled(0.5)
     whole = [x[:, 0].tolist() for _, (x,) in zip(range(12), stream(workload), strict=False)]
     assert [batch for pair in zip(first, second, strict=True) for batch in pair] == whole
     assert sorted(itertools.chain(*first[:3], *second[:3])) == list(range(12))
-    assert mask != other_mask  # dropout of one rank is not that of another
+    # Dropout of one rank is not that of another, before a batch is drawn and after.
+    assert mask != other_mask
+    assert not set(drawn) & set(other_drawn)
 
 
 def test_a_loader_with_a_distributed_sampler_is_divided_already(world2):
-    (first, _), (second, _) = world2.run(deal, True)
+    (first, *_), (second, *_) = world2.run(deal, True)
     assert sorted(itertools.chain(*first[:3], *second[:3])) == list(range(12))
 
 

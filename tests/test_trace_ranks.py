@@ -11,8 +11,10 @@ from torch import nn
 
 from halfstep.cli import run
 from halfstep.distributed.sharding import shard
+from halfstep.explain.lookout import spoiled
 from halfstep.explain.trace import trace
 from halfstep.policy import Policy
+from halfstep.ranks.engine import ranks_of
 from halfstep.source import Source, load
 from halfstep.workload import Workload
 
@@ -158,6 +160,20 @@ def test_a_fault_of_the_update_is_one_of_all_ranks(world2, engine):
     assert (first["step"], first["rank"], first["ranks"]) == (1, None, [])
     assert first["producer"]["phase"] == "update"
     assert first["advice"][-1]["result"] in ("mends it", "does not")
+
+
+def spoil_one():
+    """One element of the shard that rank 1 holds."""
+    model = shard(nn.Linear(4, 4), "fp32")
+    rank = torch.distributed.get_rank()
+    before = spoiled(ranks_of(model))
+    if rank == 1:
+        model.bias.detach().to_local()[0] = -torch.inf
+    return before, spoiled(ranks_of(model))
+
+
+def test_a_weight_that_is_spoiled_in_the_shard_of_one_rank_is_known_to_all(world2):
+    assert world2.run(spoil_one) == [(None, ("bias", "inf"))] * 2
 
 
 def contrasted():
