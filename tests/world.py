@@ -59,6 +59,7 @@ class World:
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo",
             "TORCH_CPP_LOG_LEVEL": "ERROR",
+            "WORLD_STARTER": str(os.getpid()),
         }
         launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.num}"]
         with (self._folder / "output").open("w") as output:
@@ -89,6 +90,14 @@ def _kill(kill, pid, number):
         kill(pid, number)
 
 
+def _lives(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
 def _write(path, data):
     """Whole or not at all, since the others are waiting for it."""
     part = path.with_name(path.name + ".part")
@@ -97,16 +106,16 @@ def _write(path, data):
 
 
 def serve(folder):
-    """One rank: run the jobs that come, until there is no parent any more."""
+    """One rank: run the jobs that come, until torchrun has gone, or who started it."""
     import torch
 
     torch.set_num_threads(1)
     faulthandler.register(signal.SIGUSR1)
-    rank, parent = int(os.environ["RANK"]), os.getppid()
+    rank, parent, starter = int(os.environ["RANK"]), os.getppid(), int(os.environ["WORLD_STARTER"])
     _write(folder / f"pid-{rank}", str(os.getpid()).encode())
     torch.distributed.init_process_group("gloo")
     number = 1
-    while os.getppid() == parent:
+    while os.getppid() == parent and _lives(starter):
         path = folder / f"job-{number}"
         if not path.exists():
             time.sleep(0.003)
