@@ -132,3 +132,8 @@ def test_a_block_in_a_block_holds_what_is_its_own():
     found = gathered(Words(), blocks=[Block, "blocks.1.up"])
     assert found["blocks.1.up.weight"] == ("bf16", ("blocks.1.up",))
     assert found["blocks.1.down.weight"] == ("bf16", ("blocks.1",))
+
+
+def test_a_large_table_in_a_block_takes_the_block_with_it_and_is_not_of_unknown_use():
+    net = nn.Sequential(*(nn.ModuleDict({"table": nn.Embedding(99, 16), "a": nn.Linear(16, 16)}) for _ in range(2)))
+    assert gathered(net)["0.table.weight"] == gathered(net)["0.a.weight"] == ("fp32", ("0",))

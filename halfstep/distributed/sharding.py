@@ -75,7 +75,8 @@ def shard(
     if mesh is None:
         mesh = init_device_mesh(_kind_of(model), (distributed.get_world_size(),))
     _check_mesh(mesh, wire)
-    device = torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
+    index = f":{torch.cuda.current_device()}" if mesh.device_type == "cuda" else ""
+    device = torch.device(mesh.device_type + index)
     # A model on meta has no device to compare numbers on. No random number is drawn, so that a seed stays what it was.
     ranks = Group(nn.utils.skip_init(nn.Linear, 1, 1, device=device), group_of(mesh))
     with together(ranks):

@@ -106,10 +106,10 @@ def check_gathers(model: nn.Module, policy: Policy, warns: bool) -> None:
     paths = {module: path for path, module in model.named_modules()}
     gathers = gathers_of(model)
     for each in gathers:
-        # What a layer of 16 bit keeps in fp32, such as a vector, is not wrong in 16 bit, but rounded: see below.
-        format = (
-            formats[each.parameter] if formats[each.parameter] in SIXTEEN_BIT else policy.format_of(paths[each.owner])
-        )
+        format = formats[each.parameter]
+        if format not in SIXTEEN_BIT:
+            # What a layer of 16 bit keeps in fp32, such as a vector, is not wrong in 16 bit, but rounded: see below.
+            format = policy.format_of(paths[each.owner])
         wanted = FORMATS[format].dtype
         if each.gathered in LOW_DTYPES and each.gathered != wanted and each.kept != each.gathered:
             raise HalfstepError(
