@@ -5,8 +5,8 @@ of latencies in its source, src/graph/tuning.cc:
 
     4.4 us + 2 (7 x 0.52 us x 1.8 + floor(log2(nodes)) x 5.0 us) + bytes / bandwidth
 
-8 GPUs a node; 0.52 us is a hop over NVLink, which counts 1.8 times beside a network, 5.0 us one over InfiniBand. A ring,
-which NCCL leaves to large messages, would take 2 (N - 1) hops.
+8 GPUs a node; 0.52 us is a hop over NVLink, which counts 1.8 times beside a network, 5.0 us one over InfiniBand. A
+ring, which NCCL leaves to large messages, would take 2 (N - 1) hops.
 
 Its checks: a simulation of every message of such a tree (--simulate), what a step really sends (a Stepper over
 fully_shard in a process group of N ranks that only counts, --count), and ranks that are processes of this machine
@@ -127,9 +127,8 @@ def print_model() -> None:
     print(f"{'ranks':>7} {'nodes':>6} {'tree':>7} {'simulated':>10} {'x 2.5':>7} {'ring':>9}")
     for num in RANKS:
         tree = tree_us(num, 128.0)
-        print(
-            f"{num:7,} {num // PER_NODE:6,} {tree:7.1f} {simulated_us(num):10.1f} {MEASURED * tree:7.0f} {ring_us(num):9.0f}"
-        )
+        row = f"{num:7,} {num // PER_NODE:6,} {tree:7.1f} {simulated_us(num):10.1f}"
+        print(f"{row} {MEASURED * tree:7.0f} {ring_us(num):9.0f}")
     print("\nverdict each step and contract each hundredth, with the factor 2.5")
     print(f"{'run':28} {'step':>8} {'verdict':>9} {'share':>9} {'contract':>9} {'share':>9}")
     for run in RUNS:
@@ -143,9 +142,8 @@ def print_model() -> None:
 def print_trillion(num_weights: float = 1e12, num_layers: int = 128) -> None:
     """ZeRO-3 of a trillion weights: what each rank holds and sends, as FSDP2 counts it below."""
     print("\n1T weights, fully sharded, a step of 16 million tokens in one micro-batch a rank, 400 Gb/s a GPU")
-    print(
-        f"{'ranks':>7} {'states':>9} {'products':>9} {'16-bit gather, fp32 sum':>24} {'bf16 wire':>10} {'latencies of a ring':>20}"
-    )
+    heads = ("16-bit gather, fp32 sum", "bf16 wire", "latencies of a ring")
+    print(f"{'ranks':>7} {'states':>9} {'products':>9} {heads[0]:>24} {heads[1]:>10} {heads[2]:>20}")
     for num in (1024, 4096, 16384):
         states = 16.0 * num_weights / num / 2**30
         products = 6.0 * num_weights * 16e6 / (num * 989e12 * 0.4)
@@ -159,7 +157,7 @@ def print_trillion(num_weights: float = 1e12, num_layers: int = 128) -> None:
 
 
 def count(num_ranks: int) -> dict[str, list[int]]:
-    """Bytes of each collective of the third step of four sharded layers, in a group of ``num_ranks`` that only counts."""
+    """Bytes of each collective in the third step of four sharded layers; the group of ``num_ranks`` only counts."""
     import torch
     from torch import distributed, nn
     from torch.testing._internal.distributed.fake_pg import FakeStore
