@@ -333,9 +333,7 @@ def check_module_rules(rules: Iterable[tuple[str, str]], modules: Iterable[str])
             )
 
 
-def resolve(
-    policy: str | Policy, hardware: Hardware, agreed: tuple[Policy, str] | None = None
-) -> tuple[Policy, str]:
+def resolve(policy: str | Policy, hardware: Hardware, agreed: tuple[Policy, str] | None = None) -> tuple[Policy, str]:
     """The policy in effect on a device, and why it is that one.
 
     ``auto`` becomes a concrete policy and keeps its rules. A format that the device cannot do is refused with the

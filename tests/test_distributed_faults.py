@@ -479,7 +479,7 @@ def end(process):
     """With its ranks, if it still runs: they have sessions of their own."""
     if process.poll() is None:
         process.terminate()
-        process.wait(60)
+        process.communicate(timeout=60)
 
 
 def ended(folder, fault, *options):

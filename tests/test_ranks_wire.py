@@ -273,6 +273,26 @@ def test_a_backward_pass_that_failed_midway_leaves_no_bucket_behind(world2):
     assert world2.run(gradients_after_a_failure) == [True, True]
 
 
+@pytest.mark.gpu
+def test_buckets_on_a_gpu_travel_in_a_stream_of_their_own(tmp_path):
+    """One rank sends everything to itself, so that its gradient is rounded, and nothing else happens to it."""
+    distributed.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        torch.manual_seed(0)
+        model = DistributedDataParallel(Net().cuda(), bucket_cap_mb=0.0005)
+        model(batch_of(0).cuda()).backward()
+        expected = [rounded(p.grad.float().cpu().numpy()) for p in model.parameters()]
+        model = DistributedDataParallel(model.module, bucket_cap_mb=0.0005)
+        model.register_comm_hook(Bf16Hook(model.process_group), in_bf16)
+        for _ in range(3):
+            model.zero_grad()
+            model(batch_of(0).cuda()).backward()
+            for parameter, gradient in zip(model.parameters(), expected, strict=True):
+                assert np.array_equal(parameter.grad.float().cpu().numpy(), gradient)
+    finally:
+        distributed.destroy_process_group()
+
+
 # fully_shard's reduction.
 
 
