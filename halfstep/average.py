@@ -66,7 +66,7 @@ class WeightAverage:
         """Names of what the optimizer trains. A frozen base would cost 4 bytes a weight, and is its own average."""
         groups = self._stepper.optimizer.param_groups
         trained = {id(p) for group in groups for p in group["params"] if p.requires_grad}
-        return {name for name, p in self._stepper.model.named_parameters() if id(p) in trained}
+        return {name for name, p in self._stepper.ranks.module.named_parameters() if id(p) in trained}
 
     @contextlib.contextmanager
     def swapped(self) -> Iterator[None]:
@@ -80,7 +80,7 @@ class WeightAverage:
             raise HalfstepError(
                 "an average that is swapped in already", "the weights are its own", "Use one with block."
             )
-        model = self._stepper.model
+        model = self._stepper.ranks.module
         parameters = dict(model.named_parameters())
         averaged: dict[torch.Tensor, torch.Tensor] = {
             parameters[name]: average for name, average in self._averages.items()
@@ -109,7 +109,7 @@ class WeightAverage:
                 "it was written by something else",
                 "Pass what average.state_dict() returned, loaded with torch.load.",
             )
-        parameters = dict(self._stepper.model.named_parameters())
+        parameters = dict(self._stepper.ranks.module.named_parameters())
         for name, average in state["averages"].items():
             if name not in parameters or parameters[name].shape != average.shape:
                 raise HalfstepError(
