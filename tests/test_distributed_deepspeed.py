@@ -26,6 +26,8 @@ pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs De
 @pytest.fixture(scope="module", autouse=True)
 def _warm(world2):
     world2.run(warm_up, timeout=300)
+    yield
+    world2.close()  # DeepSpeed leaves settings of torch behind, by which other tests' bits would differ
 
 
 NUM_STEPS = 12
