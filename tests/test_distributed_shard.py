@@ -89,7 +89,7 @@ def test_forty_steps_give_the_losses_of_one_process(world2):
 
 
 def test_a_replay_of_all_ranks_loses_no_sample(world2):
-    settings = {"accumulate": 3, "max_norm": 0.5, "fused": False, "spikes": 0.1, "num_steps": 14, "hardware": CPU}
+    settings = {"accumulate": 3, "max_norm": 0.5, "fused": False, "spikes": 0.1, "num_steps": 8, "hardware": CPU}
     (reports, _), _ = check_run(world2, "Words", "fp16", **settings)
     assert all(r[3] for r in reports)
     assert sum(r[4] for r in reports) > 2

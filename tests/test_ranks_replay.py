@@ -90,7 +90,7 @@ def check(histories, alone, plan, rules, seed, is_exact=True):
 
 def run(world, engine, accumulate, num_windows, shares, rules=None, seed=0):
     rules, plan = rules or Rules(), plans(num_windows, accumulate, world.num, seed, shares)
-    histories = world.run(run_plan, engine, rules.policy(), accumulate, plan, seed, timeout=300)
+    histories = world.run(run_plan, engine, rules.policy(), accumulate, plan, seed, timeout=150)
     return check(histories, alone_in(engine, accumulate), plan, rules, seed), histories
 
 
