@@ -63,23 +63,29 @@ def run_shards(kind, policy, num_ranks, settings):
     return train(kind, policy, num_ranks, **settings)
 
 
+HAIRS = (2.0**-22, -(2.0**-22), 2.0**-21)
+
+
 def check_run(world, kind, policy, **settings):
-    """The largest differences are a few times those of a run that began 1e-7 elsewhere in one weight, which rounding
-    spreads; or what it takes to add up in another order: 1e-6 of a loss and a norm, a hundredth of what a step moves a
-    weight."""
+    """The largest differences are no more than 4 times what they are between runs of one process whose learning rates
+    differ by a hair, since 16 bit spreads a last bit; or what it takes to add up in another order: 1e-6 of a loss, 1e-5
+    of a norm, a hundredth of what a step moves a weight."""
     runs = world.run(run_shards, kind, policy, world.num, settings)
     for reports, weights in runs[1:]:
         assert repr(reports) == repr(runs[0][0])
         assert all(torch.equal(weights[name], runs[0][1][name]) for name in weights)
     alone = {name: value for name, value in settings.items() if name != "mesh"}
     one = train(kind, policy, world.num, **alone)
-    hair = distance(train(kind, policy, world.num, shift=1e-7, **alone), one)
     found = distance(runs[0], one)
-    assert all(a <= max(4 * b, least) for a, b, least in zip(found, hair, (1e-6, 1e-5, 1e-4), strict=True)), (
-        found,
-        hair,
-    )
+    if not is_within(found, (0.0,) * 3):
+        of_hairs = [distance(train(kind, policy, world.num, hair=hair, **alone), one) for hair in HAIRS]
+        assert is_within(found, [max(each) for each in zip(*of_hairs, strict=True)]), (found, of_hairs)
     return runs[0], one
+
+
+def is_within(found, of_a_hair):
+    limits = zip(of_a_hair, (1e-6, 1e-5, 1e-4), strict=True)
+    return all(a <= max(4 * b, least) for a, (b, least) in zip(found, limits, strict=True))
 
 
 def test_forty_steps_give_the_losses_of_one_process(world2):

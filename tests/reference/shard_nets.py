@@ -134,23 +134,20 @@ NETS |= {"AdaptedFp32": lambda: adapted(torch.float32), "AdaptedBf16": lambda: a
 
 
 def train(kind, policy, num_ranks, *, accumulate=1, fused=True, max_norm=None, num_steps=40, mesh=None, spikes=0.0,
-          shift=0.0, hardware=None):  # fmt: skip
+          hair=0.0, hardware=None):  # fmt: skip
     """(reports, weights) of a run over shards, or of one process where no group is open.
 
     num_ranks: whose samples they are. spikes: share of micro-batches whose loss overflows at the first scale of fp16.
-    shift:     added to one weight, to see how far a run gets from another that began elsewhere by a hair.
+    hair:   by what part the learning rate is larger, to see how far a run gets from one that differs in last bits.
     """
     own = [distributed.get_rank()] if distributed.is_initialized() else range(num_ranks)
     torch.manual_seed(0)
     net = NETS[kind]()
-    if shift:
-        with torch.no_grad():
-            next(p for p in net.parameters() if p.requires_grad).view(-1)[0].add_(shift)
     if distributed.is_initialized():
         mesh = mesh and init_device_mesh("cpu", mesh, mesh_dim_names=("replicate", "shard"))
         halfstep.distributed.shard(net, policy, mesh=mesh)
     parameters = [p for p in net.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=1e-2, fused=fused)
+    optimizer = torch.optim.AdamW(parameters, lr=1e-2 * (1 + hair), fused=fused)
     stepper = halfstep.Stepper(net, optimizer, policy, accumulate=accumulate * len(own), max_norm=max_norm, watch=False,
                                hardware=hardware)  # fmt: skip
     g = torch.Generator().manual_seed(3)
