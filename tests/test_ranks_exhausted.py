@@ -280,7 +280,7 @@ def explained(policy, micro):
     module.trace_of = lambda capture: seen.append(capture.run().is_finite) or f"trace of step {capture.step}"
     before, sys.modules["halfstep.diagnosis.trace"] = sys.modules.get("halfstep.diagnosis.trace"), module
     try:
-        rank, net = distributed.get_rank(), Gated()
+        rank, net = distributed.get_rank(), Plain()
         model = engine_over(net, "ddp")
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
         stepper = Stepper(model, optimizer, policy, accumulate=2, watch=False, explain=True)
@@ -288,9 +288,11 @@ def explained(policy, micro):
         for step in range(4):
             for number in range(2):
                 where = "output" if step in (1, 2) and (number, rank) == (micro, 1) else "nowhere"
-                report = stepper.step(
-                    lambda step=step, where=where: spoilt(net, model, where, X.roll(step + rank, 0)[:6])
-                )
+                x = X.roll(step + rank, 0)[:6]
+                try:
+                    report = stepper.step(lambda where=where, x=x: spoilt(net, model, where, x))
+                except ScaleExhausted as error:
+                    return [*applied, str(error)], stepper.explanation, seen
             applied.append(report.applied)
         return applied, stepper.explanation, seen
     finally:
@@ -314,6 +316,16 @@ def refusal(policy, options):
     with pytest.raises(HalfstepError) as caught:
         Stepper(model, torch.optim.SGD(model.parameters(), lr=0.1), policy, watch=False, **options)
     return str(caught.value)
+
+
+def test_a_rank_that_still_waits_for_something_to_explain_stops_with_the_others(world2):
+    """Rank 1 has explained its step, at a scale of 2. At the floor both look at the verdict all the same."""
+    policy = "fp32 scale=dynamic scale.init=2 on_overflow=skip"
+    (ours, waiting, _), (others, explanation, _) = world2.run(explained, policy, 1)
+    assert (waiting, explanation) == (None, "trace of step 2")
+    assert ours == others
+    assert ours[:2] == [True, False]
+    assert "the loss scale at its floor of 1, step 3" in ours[2]
 
 
 def test_where_a_look_needs_all_ranks_it_is_refused(world2):

@@ -115,6 +115,15 @@ def test_four_ranks(world4):
     assert num_applied > 10
 
 
+def test_the_first_micro_batch_after_ddp_has_seen_a_backward_pass_is_a_ranks_own(world2):
+    """DDP orders its buckets then, once, by asking the other ranks, and such a forward pass could not run twice."""
+    calm = [[math.inf] * 2] * 2
+    plan, rules = [calm, [[4.0, math.inf], [math.inf] * 2], calm], Rules()
+    histories = world2.run(run_plan, "ddp", rules.policy(), 2, plan, 0)
+    assert check(histories, alone_in("ddp", 2), plan, rules, 0) == (3, 0)
+    assert histories[0][1][0][2] > 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20))
 def test_more_schedules(request, seed):
