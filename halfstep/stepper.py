@@ -36,6 +36,7 @@ from halfstep.gradients import (
     Gradients,
     dropping_gradients,
     gradients_of,
+    multiply,
     nonfinite,
     nonfinite_share,
     put_gradients,
@@ -63,7 +64,7 @@ from halfstep.record import Producer
 from halfstep.region import Region, device_of
 from halfstep.replay import Fault, Replay
 from halfstep.report import Report
-from halfstep.scale import CHECK_EVERY, make_scale
+from halfstep.scale import CHECK_EVERY, NoScale, make_scale
 from halfstep.snapshot import RandomState, RunningStatistics
 from halfstep.updates import UpdateMeter, UpdateReport
 from halfstep.watch.settings import Watch
@@ -82,7 +83,8 @@ class Stepper:
     optimizer:  any torch optimizer over parameters of ``model``. The stepper calls ``step`` and clears gradients, those
                 too that something else has left in them when a window begins.
     policy:     text or Policy; ``auto`` picks by the device and says why in ``stepper.info``.
-    accumulate: number of micro-batches in a window, which is one optimizer step.
+    accumulate: number of micro-batches in a window, which is one optimizer step. None: the caller ends each window with
+                :meth:`end_window`, as the loop of a framework does.
     max_norm:   clips the true gradient's global 2-norm to it.
     scheduler:  its ``step()`` is called after each applied step, and only then.
     on_applied: called with the StepReport after each applied step, and only then (an EMA belongs here).
@@ -100,6 +102,9 @@ class Stepper:
     watch:      how the guard judges the run: a :class:`halfstep.Watch`, the name of its TOML file, or False for no
                 guard and no log; see docs/watch.md.
     contract:   when several ranks compare what they hold, and what they may differ in; see docs/contract.md.
+    beside:     a Stepper over the same model and another optimizer, where a loop does not say which of the two a loss
+                is for. They share policy and loss scale, :meth:`forward` and :meth:`backward` of one are those of both,
+                and each ends its own windows; both with accumulate=None.
 
     A scheduler, an ``on_applied`` hook, BatchNorm statistics and an optimizer without ``found_inf`` need the verdict on
     the host, one read a window; so does the first step of an SGD with momentum. Replay needs it once a micro-batch.
@@ -111,7 +116,7 @@ class Stepper:
         optimizer: Optimizer,
         policy: str | Policy = "auto",
         *,
-        accumulate: int = 1,
+        accumulate: int | None = 1,
         max_norm: float | None = None,
         scheduler: Any = None,
         on_applied: Callable[[StepReport], None] | None = None,
@@ -123,14 +128,21 @@ class Stepper:
         log: str | os.PathLike[str] | None = None,
         watch: Watch | str | os.PathLike[str] | bool = True,
         contract: Contract = DEFAULT,
+        beside: Stepper | None = None,
         hardware: Hardware | None = None,
     ) -> None:
         self.ranks = ranks_of(model)
         module = self.ranks.module
         with together(self.ranks):
-            if not hasattr(accumulate, "__index__") or accumulate < 1:
+            if accumulate is not None and (not hasattr(accumulate, "__index__") or accumulate < 1):
                 raise HalfstepError(
                     f"accumulate={accumulate}", "a window holds whole micro-batches", "Use 1, 2, 3, ..."
+                )
+            if beside is not None and (accumulate is not None or beside.accumulate is not None):
+                raise HalfstepError(
+                    "a Stepper beside another with a fixed number of micro-batches",
+                    "a loss counts for both, so that neither can tell when its window is full",
+                    "Use accumulate=None for both, and end_window().",
                 )
             if max_norm is not None and not 0 < max_norm < math.inf:
                 raise HalfstepError(
@@ -142,11 +154,11 @@ class Stepper:
                 raise HalfstepError(
                     f"contract={contract!r}", "it is a halfstep.Contract", "Leave it out for the defaults."
                 )
-            requested = Policy.parse(policy)
+            requested = beside.policy if beside else Policy.parse(policy)
             hardware = hardware or detect(str(device_of(module)))
         agreed = agree(self.ranks, requested, hardware)
         with together(self.ranks):
-            self.region = Region(module, requested, hardware, agreed)
+            self.region: Region = beside.region if beside else Region(module, requested, hardware, agreed)
             check_optimizer(module, optimizer, self.policy.master)
             check_ranks(self.ranks, self.policy, explain)
             self._passes_closure = needs_closure(optimizer) if passes_closure is None else passes_closure
@@ -165,12 +177,16 @@ class Stepper:
             if scheduler is not None:
                 check_step("scheduler", scheduler, "Call it yourself, after a report whose 'applied' is True.")
             self.model, self.optimizer = model, optimizer
-            self.accumulate, self.max_norm = accumulate, max_norm
+            self.accumulate: int | None = accumulate
+            self.max_norm = max_norm
             self.scheduler, self.on_applied, self.sinks = scheduler, on_applied, tuple(sinks)
             self.masters = Masters(module, optimizer, self.policy)
-            self.scale = make_scale(self.policy.scale, self.region.device)
+            self.scale: NoScale = beside.scale if beside else make_scale(self.policy.scale, self.region.device)
             self.num_steps = 0
-            self._keeps_casts = keep_casts and accumulate > 1
+            self._others: list[Stepper] = [beside, *beside._others] if beside else []
+            for other in self._others:
+                other._others.append(self)
+            self._keeps_casts = keep_casts and accumulate != 1
             self._statistics = RunningStatistics(module)
             self._replay = Replay(module, optimizer, self.scale, self.ranks)
             self._can_replay = self.policy.on_overflow == "replay" and self.policy.scale.kind == "dynamic"
@@ -186,6 +202,9 @@ class Stepper:
         gates = scheduler is not None or on_applied is not None or (explain and self.ranks.num > 1)
         self._gates = bool(self.ranks.highest(torch.tensor(float(gates), device=self.region.device)))
         self._window = Window()
+        self._has_begun = self._is_said_last = False
+        self._judged: tuple[Gradients, Verdict] | None = None
+        self._last_closure: Callable[[], Loss] | None = None
         with together(self.ranks):  # what ranks ask each other in it comes first
             self._watcher = make_watcher(self.ranks, self.scale, self.policy, self.info, log, watch, self._tell)
 
@@ -207,20 +226,31 @@ class Stepper:
     # A micro-batch.
 
     @untraced
-    def step(self, closure: Callable[[], Loss]) -> StepReport | None:
+    def step(self, closure: Callable[[], Loss], *, is_last: bool = False) -> StepReport | None:
         """One micro-batch: ``closure`` runs the forward pass and returns the loss, or (sum, count).
 
         Returns None inside a window and the StepReport at its end. Under a policy that replays, ``closure`` runs again
         with the same random state when its gradient overflowed, so it has to use a batch that was drawn before the
         call.
+
+        is_last: with accumulate=None, whether :meth:`end_window` comes next: ranks bring their gradients together now.
         """
+        if self._others:
+            raise HalfstepError(
+                "step() of a Stepper beside another",
+                "both windows hold what it differentiates",
+                "Use stepper.forward(), backward() and end_window().",
+            )
         with self.ranks.during(self.num_steps + 1):
-            self._begin_micro_batch()
+            self._begin_micro_batch(is_last)
             loss, count = self._differentiate(closure)
             return self._end_micro_batch(loss, count, closure)
 
-    def forward(self) -> Region:
-        """The region for a forward pass, where a loop cannot pass a closure; :meth:`backward` takes its loss."""
+    def forward(self, *, is_last: bool = False) -> Region:
+        """The region for a forward pass, where a loop cannot pass a closure; :meth:`backward` takes its loss.
+
+        A micro-batch may have several: the first one begins it. is_last: as in :meth:`step`.
+        """
         if self._passes_closure:
             raise HalfstepError(
                 f"a loop without a closure and with {type(self.optimizer).__name__}",
@@ -233,7 +263,9 @@ class Stepper:
                 "a bad step is explained by running it again",
                 "Use stepper.step(closure), or leave explain out.",
             )
-        self._begin_micro_batch()
+        for stepper in (self, *self._others):
+            if not stepper._has_begun:
+                stepper._begin_micro_batch(is_last)
         return self.region
 
     @untraced
@@ -247,7 +279,56 @@ class Stepper:
             if self._can_replay:
                 self._replay.come_together(self._window, self._is_last)
             self._accumulate(loss)
+            for other in self._others:
+                other._unit = self._unit
+                other._end_micro_batch(loss, count, None)
             return self._end_micro_batch(loss, count, None)
+
+    def gradient_norm(self, max_norm: float | None = None) -> torch.Tensor:
+        """The true 2-norm of the window's gradient as it is now, before clipping, as a tensor that nobody has read.
+
+        For a loop that ends its windows itself. max_norm: what :meth:`end_window` is then to clip to.
+        """
+        if max_norm is not None and not max_norm > 0:
+            raise HalfstepError(f"max_norm={max_norm}", "a norm is clipped to a positive number", "Use None.")
+        self.max_norm = max_norm if max_norm is not None and max_norm < math.inf else None
+        with torch.no_grad(), self.ranks.during(self.num_steps + 1):
+            self._judged = None
+            _, verdict = self._judge_window(self._window)
+        return verdict.numbers[1]
+
+    @untraced
+    def end_window(self) -> StepReport:
+        """End a window of a Stepper with accumulate=None: the optimizer steps, if the gradient is finite.
+
+        The window's loss is the sum of its losses over the sum of their counts.
+        """
+        if not self._window.num_micro_batches:
+            raise HalfstepError(
+                "end_window() of a window that holds nothing",
+                "no loss was differentiated since the last step",
+                "Call it after backward(), or use flush(), which may hold nothing.",
+            )
+        with self.ranks.during(self.num_steps + 1):
+            if not self._others or self.scale.kind != "dynamic":
+                report = self._end_window(self._last_closure)
+            else:
+                # Gradients that the others hold were scaled as those of this one.
+                before = self.scale.value.item()
+                report = self._end_window(None)
+                if (factor := self.scale.value.item() / before) != 1.0:
+                    for other in self._others:
+                        multiply(gradients_of(other.optimizer).values(), factor)
+                        other._judged = None
+        for other in self._others:
+            other._window.is_claimed = True
+        return report
+
+    def drop(self) -> None:
+        """Forget what the window holds, as ``zero_grad()`` before its end means it. Nothing moves."""
+        if self._window.num_micro_batches:
+            self.region.release()
+            self._clear_window()
 
     @untraced
     def flush(self) -> StepReport | None:
@@ -265,7 +346,7 @@ class Stepper:
                     self._fix_unit(0.0)  # others may have done so in the first micro-batch of the run
                 if self.ranks.num == 1 or not self.ranks.highest(held).item():
                     return None
-                self._begin_micro_batch()
+                self._begin_micro_batch(True)
                 window.add(torch.zeros((), device=self.region.device), 0.0)
             elif self.ranks.num > 1:
                 self.ranks.highest(held)
@@ -348,7 +429,8 @@ class Stepper:
         )
         self._comparison.is_due = False
 
-    def _begin_micro_batch(self) -> None:
+    def _begin_micro_batch(self, is_last: bool) -> None:
+        self._has_begun, self._is_said_last = True, is_last
         if self._comparison.is_due:
             self._compare()
         if self._window.num_micro_batches == 0:
@@ -363,6 +445,8 @@ class Stepper:
     @property
     def _is_last(self) -> bool:
         """Whether the micro-batch that runs next, or now, is the last of its window."""
+        if self.accumulate is None:
+            return self._is_said_last
         return self._window.num_micro_batches + 1 >= self.accumulate
 
     def _read_loss(self, result: Loss) -> tuple[torch.Tensor, float | torch.Tensor]:
@@ -428,8 +512,14 @@ class Stepper:
     def _end_micro_batch(
         self, loss: torch.Tensor, count: float | torch.Tensor, closure: Callable[[], Loss] | None
     ) -> StepReport | None:
-        self._window.add(loss, count)
-        if self._window.num_micro_batches >= self.accumulate:
+        self._has_begun = False
+        if self._others:
+            self._window.share(loss, count)
+        else:
+            self._window.add(loss, count)
+        if self.accumulate is None:
+            self._last_closure = closure
+        elif self._window.num_micro_batches >= self.accumulate:
             return self._end_window(closure)
         self.masters.sum_in_fp32()
         return None
@@ -558,12 +648,7 @@ class Stepper:
     @torch.no_grad()
     def _end_window(self, closure: Callable[[], Loss] | None) -> StepReport:
         window = self._window
-        if self.ranks.is_pending:
-            if self._can_replay:
-                self._replay.agree(window)
-                self._had_hopeless &= window.is_left
-            self.ranks.bring_together([p for group in self.optimizer.param_groups for p in group["params"]])
-        gradients, verdict = self._judge(window)
+        gradients, verdict = self._judged or self._judge_window(window)
         self._comparison.end_window(gradients)
         self.region.release()
         is_replayed = self._can_replay and closure is not None and not window.is_left
@@ -614,6 +699,16 @@ class Stepper:
                 self._promote_or_stop(closure, makers, bad, self.num_steps, may_stop)
         return report
 
+    def _judge_window(self, window: Window) -> tuple[Gradients, Verdict]:
+        """As :meth:`_judge`, over gradients that have come together; once a window, however often it is asked."""
+        if self.ranks.is_pending:
+            if self._can_replay:
+                self._replay.agree(window)
+                self._had_hopeless &= window.is_left
+            self.ranks.bring_together([p for group in self.optimizer.param_groups for p in group["params"]])
+        self._judged = self._judge(window)
+        return self._judged
+
     def _judge(self, window: Window) -> tuple[Gradients, Verdict]:
         """The gradients of a window, sums of loss x scale / unit, and what is to be done with them."""
         gradients = gradients_of(self.optimizer)
@@ -658,6 +753,8 @@ class Stepper:
     def _clear_window(self) -> None:
         take_gradients(self.optimizer)
         self._window = Window()
+        self._judged = self._last_closure = None
+        self._has_begun = False
         if self._explainer:
             self._explainer.clear()
 

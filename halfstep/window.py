@@ -32,6 +32,8 @@ class Window:
     """A rank by itself holds a gradient that is not finite in the sums, so that the window will be skipped."""
     is_exhausted: bool = False
     """That gradient is not finite at the floor of the scale either."""
+    is_claimed: bool = False
+    """Another window that shares these losses has ended with them."""
     makers: tuple[Producer, ...] = ()
     """Who made what is not finite, where only all ranks together can do something about it."""
 
@@ -39,6 +41,16 @@ class Window:
         """One more micro-batch."""
         self.num_micro_batches += 1
         self.loss_sum, self.count = self.sums_with(loss, count)
+
+    def share(self, loss: torch.Tensor, count: float | torch.Tensor) -> None:
+        """As :meth:`add`, of a loss that may be for another window too, and so may be those before it.
+
+        What another has ended with is not for this one; the last loss says what the gradient is divided by.
+        """
+        if self.is_claimed:
+            self.loss_sum, self.is_claimed = None, False
+        self.count = 0.0
+        self.add(loss, count)
 
     def sums_with(self, loss: torch.Tensor, count: float | torch.Tensor) -> tuple[torch.Tensor, float | torch.Tensor]:
         """Loss and count with one more micro-batch; a loss in fp64 keeps its digits, for an LBFGS's line search."""

@@ -32,6 +32,8 @@ ROWS = [
     "source loop interruption job",
     "compare template doctor",
     "explain plan",
+    "integrations",
+    "train",
     "cli",
     "__main__",
 ]

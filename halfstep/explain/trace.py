@@ -64,7 +64,7 @@ def _explained(lookout: Lookout, found: Found) -> Trace:
     if lookout.ranks.num > 1:
         said = tuple(part.trace.finding if part.trace and n in ranks else _CLEAN for n, part in enumerate(parts))
         result = replace(result, rank=ranks[0] if ranks else None, ranks=said)
-    several = lookout.rehearsal.stepper.accumulate > 1
+    several = lookout.rehearsal.stepper.accumulate != 1
     return replace(
         result,
         policy=str(lookout.policy),

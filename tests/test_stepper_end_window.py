@@ -1,0 +1,191 @@
+"""Windows that the caller ends, as a framework's loop does, and two optimizers that share a loss scale."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import halfstep
+from halfstep import HalfstepError, Stepper
+
+POLICIES = ["fp32", "bf16", "fp16 on_overflow=skip", "fp16"]
+
+
+def make(fused=True):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
+
+
+def batches(num):
+    torch.manual_seed(1)
+    return [(torch.randn(6, 8), torch.randint(4, (6,))) for _ in range(num)]
+
+
+def loss_of(model, batch):
+    return F.cross_entropy(model(batch[0]).float(), batch[1])
+
+
+def weights(model):
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("way", ["closure", "forward"])
+def test_a_window_that_the_caller_ends_is_the_window_of_a_fixed_length(policy, way):
+    ours, theirs = make(), make()
+    fixed = Stepper(*theirs, policy, accumulate=2, max_norm=0.5)
+    free = Stepper(*ours, policy, accumulate=None)
+    for i, batch in enumerate(batches(6)):
+        expected = fixed.step(lambda batch=batch: loss_of(theirs[0], batch))
+        if way == "closure":
+            assert free.step(lambda batch=batch: loss_of(ours[0], batch), is_last=i % 2 == 1) is None
+        else:
+            with free.forward(is_last=i % 2 == 1):
+                loss = loss_of(ours[0], batch)
+            assert free.backward(loss) is None
+        if i % 2:
+            norm = free.gradient_norm(0.5)
+            report = free.end_window()
+            assert report.to_dict() == expected.to_dict()
+            assert norm.item() == expected.grad_norm
+    assert torch.equal(weights(ours[0]), weights(theirs[0]))
+
+
+def test_shares_of_a_loss_add_up_where_only_one_of_them_counts():
+    """What a loop that divides by itself passes: (loss / n, 0) and at last (loss / n, 1)."""
+    ours, theirs = make(), make()
+    fixed = Stepper(*theirs, "bf16", accumulate=4)
+    free = Stepper(*ours, "bf16", accumulate=None)
+    for i, batch in enumerate(batches(4)):
+        expected = fixed.step(lambda batch=batch: loss_of(theirs[0], batch))
+        free.step(lambda batch=batch, i=i: (loss_of(ours[0], batch) / 4, float(i == 3)))
+    report = free.end_window()
+    assert report.loss == pytest.approx(expected.loss, rel=1e-6)  # four roundings of fp32
+    torch.testing.assert_close(weights(ours[0]), weights(theirs[0]), rtol=1e-6, atol=1e-7)
+
+
+def test_end_window_of_nothing_is_refused():
+    stepper = Stepper(*make(), "bf16", accumulate=None)
+    with pytest.raises(HalfstepError, match="holds nothing"):
+        stepper.end_window()
+    assert stepper.flush() is None
+
+
+def test_drop_forgets_the_window():
+    ours, theirs = make(), make()
+    free, other = Stepper(*ours, "bf16", accumulate=None), Stepper(*theirs, "bf16", accumulate=None)
+    first, second = batches(2)
+    free.step(lambda: loss_of(ours[0], first))
+    free.drop()
+    for stepper, model in ((free, ours[0]), (other, theirs[0])):
+        stepper.step(lambda model=model: loss_of(model, second))
+    assert free.end_window().to_dict() == other.end_window().to_dict()
+    assert torch.equal(weights(ours[0]), weights(theirs[0]))
+
+
+def test_a_second_pass_of_a_micro_batch_drops_nothing():
+    model, optimizer = make()
+    stepper = Stepper(model, optimizer, "bf16", accumulate=None)
+    first, second = batches(2)
+    with stepper.forward():
+        loss = loss_of(model, first)
+    with stepper.forward():
+        loss = loss + loss_of(model, second)
+    stepper.backward(loss)
+    expected = loss.item()
+    assert stepper.end_window().loss == expected
+
+
+class Pair(nn.Module):
+    """A generator and a discriminator in one module, each with an optimizer of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.g, self.d = nn.Linear(4, 8), nn.Linear(8, 1)
+
+
+def pair(policy, num=2):
+    torch.manual_seed(0)
+    model = Pair()
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model.d, model.g)]
+    first = Stepper(model, optimizers[0], policy, accumulate=None)
+    return model, [first, Stepper(model, optimizers[1], accumulate=None, beside=first)][:num]
+
+
+def losses(model, z):
+    d = F.softplus(model.d(model.g(z).detach())).mean()
+    g = F.softplus(-model.d(model.g(z))).mean()
+    return d, g
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16", "fp16 on_overflow=skip"])
+def test_two_optimizers_take_turns_as_two_loops_would(policy):
+    model, (d, g) = pair(policy)
+    twin, _ = pair(policy, 1)
+    z = torch.randn(16, 4)
+    for _ in range(3):
+        for stepper, part, i in ((d, "d", 0), (g, "g", 1)):
+            with d.forward():
+                loss = losses(model, z)[i]
+            stepper.drop()  # zero_grad
+            d.backward(loss)
+            expected = loss.item()
+            assert stepper.end_window().loss == expected
+            # Plain SGD on the same gradient, in the same formats.
+            with halfstep.Region(twin, policy):
+                loss = losses(twin, z)[i]
+            parameters = list(getattr(twin, part).parameters())
+            gradients = torch.autograd.grad(loss * d.scale.value, parameters)
+            with torch.no_grad():
+                for parameter, gradient in zip(parameters, gradients, strict=True):
+                    parameter -= 0.1 * (gradient / d.scale.value)
+    torch.testing.assert_close(weights(model), weights(twin), rtol=1e-6, atol=1e-7)  # fp32, six steps
+
+
+def test_both_losses_before_either_step_at_a_scale_that_falls_in_between():
+    """The first optimizer overflows, which halves the scale; what the second holds was scaled by the old one."""
+    model, (d, g) = pair("fp16 scale=dynamic scale.init=1024 on_overflow=skip")
+    z = torch.randn(16, 4)
+    with d.forward():
+        loss = losses(model, z)[1]
+    true = torch.autograd.grad(loss * 1024, list(model.g.parameters()), retain_graph=True)
+    d.backward(loss)
+    model.d.weight.grad.fill_(float("inf"))
+    before = weights(model.g).clone()
+    assert not d.end_window().applied
+    assert d.scale.value.item() == 512
+    report = g.end_window()
+    assert report.applied
+    step = torch.cat([gradient.flatten() for gradient in true]) / 1024 * 0.1
+    torch.testing.assert_close(weights(model.g), before - step, rtol=1e-6, atol=1e-7)
+
+
+def test_a_loss_counts_for_both_until_one_of_them_steps():
+    model, (d, g) = pair("bf16")
+    z = torch.randn(16, 4)
+    values = []
+    with d.forward():
+        for loss in losses(model, z):
+            d.backward(loss)
+            values.append(loss.item())
+    assert d.end_window().loss == pytest.approx(sum(values), rel=1e-6)
+    assert g.end_window().loss == pytest.approx(sum(values), rel=1e-6)
+    with d.forward():
+        loss = losses(model, z)[0]
+    d.backward(loss)
+    expected = loss.item()
+    assert d.end_window().loss == expected
+    with d.forward():
+        loss = losses(model, z)[1]
+    d.backward(loss)
+    expected = loss.item()
+    assert g.end_window().loss == expected
+
+
+def test_a_stepper_beside_another_refuses_what_it_cannot_tell_apart():
+    model, (d, _) = pair("bf16")
+    with pytest.raises(HalfstepError, match="beside another"):
+        d.step(lambda: losses(model, torch.randn(2, 4))[0])
+    with pytest.raises(HalfstepError, match="accumulate=None"):
+        Stepper(model, torch.optim.SGD(model.parameters(), lr=0.1), beside=d)
