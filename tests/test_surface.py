@@ -58,6 +58,7 @@ def test_stepper():
         "log",
         "watch",
         "contract",
+        "beside",
         "hardware",
     ]
     public = {name for name in dir(halfstep.Stepper) if not name.startswith("_")}
@@ -65,10 +66,13 @@ def test_stepper():
         "backward",
         "capture",
         "close",
+        "drop",
+        "end_window",
         "explanation",
         "flush",
         "forward",
         "fp32_state_dict",
+        "gradient_norm",
         "inference",
         "info",
         "load_state_dict",
