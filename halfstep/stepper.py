@@ -269,39 +269,41 @@ class Stepper:
         return self.region
 
     @untraced
-    def backward(self, loss: Loss) -> StepReport | None:
+    def backward(self, loss: Loss, *, retain_graph: bool = False) -> StepReport | None:
         """The second half of a micro-batch that began with ``with stepper.forward():``.
 
-        As :meth:`step`, without replay.
+        As :meth:`step`, without replay. retain_graph: whether another loss is to be differentiated through the graph.
         """
         with self.ranks.during(self.num_steps + 1):
             loss, count = self._read_loss(loss)
             if self._can_replay:
                 self._replay.come_together(self._window, self._is_last)
-            self._accumulate(loss)
+            self._accumulate(loss, retain_graph)
             for other in self._others:
                 other._unit = self._unit
                 other._end_micro_batch(loss, count, None)
             return self._end_micro_batch(loss, count, None)
 
-    def gradient_norm(self, max_norm: float | None = None) -> torch.Tensor:
+    def gradient_norm(self, max_norm: float | None = None, *, count: float | None = None) -> torch.Tensor:
         """The true 2-norm of the window's gradient as it is now, before clipping, as a tensor that nobody has read.
 
-        For a loop that ends its windows itself. max_norm: what :meth:`end_window` is then to clip to.
+        For a loop that ends its windows itself. max_norm: what :meth:`end_window` is then to clip to. count: as there.
         """
         if max_norm is not None and not max_norm > 0:
             raise HalfstepError(f"max_norm={max_norm}", "a norm is clipped to a positive number", "Use None.")
         self.max_norm = max_norm if max_norm is not None and max_norm < math.inf else None
         with torch.no_grad(), self.ranks.during(self.num_steps + 1):
+            self._weigh(count)
             self._judged = None
             _, verdict = self._judge_window(self._window)
         return verdict.numbers[1]
 
     @untraced
-    def end_window(self) -> StepReport:
+    def end_window(self, *, count: float | None = None) -> StepReport:
         """End a window of a Stepper with accumulate=None: the optimizer steps, if the gradient is finite.
 
-        The window's loss is the sum of its losses over the sum of their counts.
+        The window's loss is the sum of its losses over the sum of their counts, or over ``count``, where the loop has
+        divided by itself: 1 for a loop that was right, r / n for one that divided by n where the window holds only r.
         """
         if not self._window.num_micro_batches:
             raise HalfstepError(
@@ -310,6 +312,7 @@ class Stepper:
                 "Call it after backward(), or use flush(), which may hold nothing.",
             )
         with self.ranks.during(self.num_steps + 1):
+            self._weigh(count)
             if not self._others or self.scale.kind != "dynamic":
                 report = self._end_window(self._last_closure)
             else:
@@ -323,6 +326,10 @@ class Stepper:
         for other in self._others:
             other._window.is_claimed = True
         return report
+
+    def _weigh(self, count: float | None) -> None:
+        if count is not None and count != self._window.count:
+            self._window.count, self._window.total, self._judged = float(count), None, None
 
     def drop(self) -> None:
         """Forget what the window holds, as ``zero_grad()`` before its end means it. Nothing moves."""
@@ -493,18 +500,18 @@ class Stepper:
             self._run_backward(loss)
         return loss, count
 
-    def _run_backward(self, loss: torch.Tensor) -> None:
+    def _run_backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
         """Backward of loss x scale / unit: the factor is where the gradient starts, which costs no operation."""
         start = over(self.scale.value, self._unit or 1.0)
         if loss.dtype in LOW_DTYPES:
             loss = loss.float()  # 2^16 is beyond fp16
         with self.region.backward():
-            loss.backward(start.to(loss.dtype))
+            loss.backward(start.to(loss.dtype), retain_graph=retain_graph)
 
-    def _accumulate(self, loss: torch.Tensor) -> None:
+    def _accumulate(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
         """Backward into the sums in ``.grad``. One that fails midway leaves them mixed, so the window begins anew."""
         try:
-            self._run_backward(loss)
+            self._run_backward(loss, retain_graph)
         except BaseException:
             self._drop_window()
             raise

@@ -65,6 +65,22 @@ def test_shares_of_a_loss_add_up_where_only_one_of_them_counts():
     torch.testing.assert_close(weights(ours[0]), weights(theirs[0]), rtol=1e-6, atol=1e-7)
 
 
+def test_a_loop_that_has_divided_by_itself_says_so_at_the_end():
+    """Two losses of one micro-batch, and a short window that was divided by more than it holds."""
+    ours, theirs = make(), make()
+    fixed = Stepper(*theirs, "fp16 on_overflow=skip", accumulate=1, max_norm=0.5)
+    free = Stepper(*ours, "fp16 on_overflow=skip", accumulate=None)
+    batch = batches(1)[0]
+    expected = fixed.step(lambda: 2 * loss_of(theirs[0], batch))
+    with free.forward():
+        loss = loss_of(ours[0], batch) / 4
+    free.backward(loss, retain_graph=True)
+    free.backward(loss)
+    assert free.gradient_norm(0.5, count=0.25).item() == expected.grad_norm
+    assert free.end_window(count=0.25).to_dict() == expected.to_dict()
+    assert torch.equal(weights(ours[0]), weights(theirs[0]))
+
+
 def test_end_window_of_nothing_is_refused():
     stepper = Stepper(*make(), "bf16", accumulate=None)
     with pytest.raises(HalfstepError, match="holds nothing"):
