@@ -46,7 +46,7 @@ from halfstep.hardware import Hardware, detect
 from halfstep.kernels import untraced
 from halfstep.master import Masters
 from halfstep.optimizer import apply, check_optimizer, check_step, unscale
-from halfstep.policy import Policy
+from halfstep.policy import LossScale, Policy
 from halfstep.ranks.agreement import agree, together
 from halfstep.ranks.contract import DEFAULT, Comparison, Contract
 from halfstep.ranks.engine import check_ranks, ranks_of
@@ -202,6 +202,10 @@ class Stepper:
         gates = scheduler is not None or on_applied is not None or (explain and self.ranks.num > 1)
         self._gates = bool(self.ranks.highest(torch.tensor(float(gates), device=self.region.device)))
         self._window = Window()
+        if beside and beside._window.num_micro_batches:
+            # What it holds by now counts for this one too.
+            self._window, self._unit = replace(beside._window), beside._unit
+            self._statistics.load_state_dict(beside._statistics.state_dict())
         self._has_begun = self._is_said_last = False
         self._judged: tuple[Gradients, Verdict] | None = None
         self._last_closure: Callable[[], Loss] | None = None
@@ -269,11 +273,20 @@ class Stepper:
         return self.region
 
     @untraced
-    def backward(self, loss: Loss, *, retain_graph: bool = False) -> StepReport | None:
+    def backward(
+        self, loss: Loss, *, retain_graph: bool = False, again: Callable[[], Loss] | None = None
+    ) -> StepReport | None:
         """The second half of a micro-batch that began with ``with stepper.forward():``.
 
         As :meth:`step`, without replay. retain_graph: whether another loss is to be differentiated through the graph.
+        again: gives this loss once more, for the diagnosis of a scale that is exhausted; never called else.
         """
+        if any(stepper._window.unscaled for stepper in (self, *self._others)):
+            raise HalfstepError(
+                "a loss after unscale() and before end_window()",
+                "its gradient is a scaled one, and would be added to true ones",
+                "End the window first, or unscale after its last loss.",
+            )
         with self.ranks.during(self.num_steps + 1):
             loss, count = self._read_loss(loss)
             if self._can_replay:
@@ -282,7 +295,7 @@ class Stepper:
             for other in self._others:
                 other._unit = self._unit
                 other._end_micro_batch(loss, count, None)
-            return self._end_micro_batch(loss, count, None)
+            return self._end_micro_batch(loss, count, again)
 
     def gradient_norm(self, max_norm: float | None = None, *, count: float | None = None) -> torch.Tensor:
         """The true 2-norm of the window's gradient as it is now, before clipping, as a tensor that nobody has read.
@@ -297,6 +310,21 @@ class Stepper:
             self._judged = None
             _, verdict = self._judge_window(self._window)
         return verdict.numbers[1]
+
+    @torch.no_grad()
+    def unscale(self, *, count: float | None = None) -> None:
+        """Make every ``.grad`` of the window its true gradient, for who looks at it or changes it before the end.
+
+        That costs one read and one pass. A gradient that is not finite stays as it is, and so does the verdict on it,
+        whatever clipping makes of it: :meth:`end_window` skips. The report has the norm of now. count: as there.
+        """
+        with self.ranks.during(self.num_steps + 1):
+            self._weigh(count)
+            if self._window.unscaled is None:
+                self.max_norm, self._judged = None, None
+                gradients, verdict = self._judge_window(self._window)
+                unscale(gradients.values(), verdict.divisor, verdict.found)
+                self._window.unscaled, self._judged = verdict, None
 
     @untraced
     def end_window(self, *, count: float | None = None) -> StepReport:
@@ -320,9 +348,12 @@ class Stepper:
                 before = self.scale.value.item()
                 report = self._end_window(None)
                 if (factor := self.scale.value.item() / before) != 1.0:
+                    held: Gradients = {}
                     for other in self._others:
-                        multiply(gradients_of(other.optimizer).values(), factor)
                         other._judged = None
+                        if other._window.unscaled is None:
+                            held |= gradients_of(other.optimizer)  # a parameter may be that of several
+                    multiply(held.values(), factor)
         for other in self._others:
             other._window.is_claimed = True
         return report
@@ -726,7 +757,10 @@ class Stepper:
                 "no parameter of the optimizer got one",
                 "Build the optimizer over the parameters that the loss depends on.",
             )
-        return gradients, judge(window, gradients, self.scale, self._unit or 1.0, self.max_norm, self.ranks)
+        if (before := window.unscaled) is None:
+            return gradients, judge(window, gradients, self.scale, self._unit or 1.0, self.max_norm, self.ranks)
+        now, no_scale = replace(window, count=1.0, total=None), NoScale(LossScale(), self.region.device)
+        return gradients, before.after(judge(now, gradients, no_scale, 1.0, self.max_norm, self.ranks))
 
     def _apply_by_closure(
         self, closure: Callable[[], Loss], window: Window, gradients: Gradients, verdict: Verdict

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -34,6 +34,8 @@ class Window:
     """That gradient is not finite at the floor of the scale either."""
     is_claimed: bool = False
     """Another window that shares these losses has ended with them."""
+    unscaled: Verdict | None = None
+    """The verdict on the sums before they became true gradients in ``.grad``."""
     makers: tuple[Producer, ...] = ()
     """Who made what is not finite, where only all ranks together can do something about it."""
 
@@ -73,6 +75,17 @@ class Verdict:
     parameters: tuple[torch.Tensor, ...]
     """Whose they are. The optimizer may take the gradients away."""
     unit: float
+
+    def after(self, now: Verdict) -> Verdict:
+        """This one, where ``now`` is that on the same gradients, unscaled and maybe changed by somebody since.
+
+        What was not finite before stays so, although a clip by value may have made a number of it.
+        """
+        found = torch.maximum(self.found, now.found)
+        numbers = self.numbers.clone()
+        numbers[1] = torch.where(now.found > self.found, now.numbers[1], numbers[1])
+        numbers[3] = found
+        return replace(self, divisor=now.divisor, found=found, numbers=numbers)
 
 
 def read_loss(result: Loss, like: torch.Tensor) -> tuple[torch.Tensor, float | torch.Tensor]:

@@ -205,3 +205,120 @@ def test_a_stepper_beside_another_refuses_what_it_cannot_tell_apart():
         d.step(lambda: losses(model, torch.randn(2, 4))[0])
     with pytest.raises(HalfstepError, match="accumulate=None"):
         Stepper(model, torch.optim.SGD(model.parameters(), lr=0.1), beside=d)
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16", "fp16 on_overflow=skip"])
+def test_unscaled_gradients_are_the_true_ones_and_may_be_changed(policy):
+    """A clip by value, which the one factor cannot do, against the same done by hand."""
+    ours, theirs = make(), make()
+    free, twin = Stepper(*ours, policy, accumulate=None), Stepper(*theirs, policy)
+    for batch in batches(3):
+        free.step(lambda batch=batch: loss_of(ours[0], batch))
+        free.unscale()
+        with halfstep.Region(theirs[0], policy):
+            loss = loss_of(theirs[0], batch)
+        scale = twin.scale.value
+        true = [g / scale for g in torch.autograd.grad(loss * scale, list(theirs[0].parameters()))]
+        norm = torch.cat([g.flatten() for g in true]).norm().item()
+        for parameter, gradient in zip(ours[0].parameters(), true, strict=True):
+            torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=0)
+            parameter.grad.clamp_(-0.01, 0.01)
+        for parameter, gradient in zip(theirs[0].parameters(), true, strict=True):
+            parameter.grad = gradient.clamp(-0.01, 0.01)
+        report = free.end_window()
+        assert (report.loss, report.applied) == (loss.item(), True)
+        assert report.grad_norm == pytest.approx(norm, rel=1e-6)  # of the true one, before the clip
+        theirs[1].step()
+    assert torch.equal(weights(ours[0]), weights(theirs[0]))
+
+
+def test_an_overflow_that_a_clip_by_value_makes_a_number_of_is_skipped_all_the_same():
+    model, optimizer = make()
+    stepper = Stepper(model, optimizer, "fp16 scale.init=1024 on_overflow=skip", accumulate=None)
+    before = weights(model).clone()
+    stepper.step(lambda: loss_of(model, batches(1)[0]))
+    model[0].weight.grad[0, 0] = float("inf")
+    stepper.unscale()
+    torch.nn.utils.clip_grad_value_(model.parameters(), 0.1)
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+    report = stepper.end_window()
+    assert not report.applied
+    assert report.grad_norm == float("inf")
+    assert stepper.scale.value.item() == 512
+    assert torch.equal(weights(model), before)
+
+
+def test_what_somebody_makes_of_an_unscaled_gradient_is_judged_too():
+    model, optimizer = make()
+    stepper = Stepper(model, optimizer, "fp16 scale.init=1024 on_overflow=skip", accumulate=None)
+    stepper.step(lambda: loss_of(model, batches(1)[0]))
+    stepper.unscale()
+    model[0].weight.grad[0, 0] = float("nan")
+    report = stepper.end_window()
+    assert not report.applied
+    assert report.grad_norm != report.grad_norm
+    assert stepper.scale.value.item() == 1024  # no loss scale has a part in it
+
+
+def test_a_loss_between_unscale_and_the_end_is_refused():
+    model, optimizer = make()
+    stepper = Stepper(model, optimizer, "bf16", accumulate=None)
+    batch = batches(1)[0]
+    stepper.step(lambda: loss_of(model, batch))
+    stepper.unscale()
+    with stepper.forward():
+        loss = loss_of(model, batch)
+    with pytest.raises(HalfstepError, match=r"after unscale\(\)"):
+        stepper.backward(loss)
+
+
+def test_unscaled_gradients_of_the_other_one_stay_when_the_scale_falls():
+    model, (d, g) = pair("fp16 scale=dynamic scale.init=1024 on_overflow=skip")
+    with d.forward():
+        loss = losses(model, torch.randn(16, 4))[1]
+    d.backward(loss)
+    g.unscale()
+    true = model.g.weight.grad.clone()
+    model.d.weight.grad.fill_(float("inf"))
+    assert not d.end_window().applied
+    assert torch.equal(model.g.weight.grad, true)
+
+
+def test_a_stepper_that_comes_when_the_window_is_open_takes_part_in_it():
+    """Of several over the same parameters each gradient is rescaled once."""
+    model, (first,) = pair("fp16 scale=dynamic scale.init=1024 on_overflow=skip", 1)
+    twin, (d, g) = pair("fp16 scale=dynamic scale.init=1024 on_overflow=skip")
+    everything = torch.optim.SGD(model.parameters(), lr=0.0)
+    first = Stepper(model, everything, "fp16 scale=dynamic scale.init=1024 on_overflow=skip", accumulate=None)
+    z = torch.randn(16, 4)
+    for stepper, net in ((first, model), (d, twin)):
+        with stepper.forward():
+            loss = losses(net, z)[1]
+        stepper.backward(loss)
+        net.d.weight.grad.fill_(float("inf"))
+    late = [
+        Stepper(model, torch.optim.SGD(part.parameters(), lr=0.1), accumulate=None, beside=first)
+        for part in (model.d, model.g)
+    ]
+    assert late[0].end_window().to_dict() == d.end_window().to_dict()
+    assert late[1].end_window().to_dict() == g.end_window().to_dict()
+    assert torch.equal(weights(model), weights(twin))
+
+
+def test_a_scale_that_is_exhausted_asks_for_the_loss_once_more_and_names_the_module():
+    model, optimizer = make(fused=False)
+    stepper = Stepper(model, optimizer, "fp16 scale.init=1 scale.floor=1 on_overflow=skip", accumulate=None)
+    batch = batches(1)[0]
+    asked = []
+
+    def loss_once(again=False):
+        asked.append(again)
+        return loss_of(model, (batch[0] * 1e6, batch[1]))
+
+    with stepper.forward():
+        loss = loss_once()
+    stepper.backward(loss, again=lambda: loss_once(True))
+    assert asked == [False]
+    with pytest.raises(halfstep.ScaleExhausted, match=r"module:0=fp32"):
+        stepper.end_window()
+    assert True in asked

@@ -80,6 +80,7 @@ def test_stepper():
         "record",
         "state_dict",
         "step",
+        "unscale",
         "update_meter",
         "weights",
     }
