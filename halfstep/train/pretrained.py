@@ -1,0 +1,126 @@
+"""The model that is trained, with its tokenizer: made on the spot, from a folder, or by the name it has on a hub."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from halfstep.errors import HalfstepError
+from halfstep.train import tiny
+from halfstep.train.dataset import Data
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A causal language model in fp32 on the CPU and its tokenizer, which has a pad token.
+
+    ``context`` is the number of tokens that the model takes, None where its configuration doesn't say.
+    """
+
+    source: str
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    context: int | None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    def __str__(self) -> str:
+        return f"{self.source}: {type(self.model).__name__}, {self.num_parameters:,} parameters"
+
+
+def load(name: str, data: Data, seed: int = 0) -> Loaded:
+    """The model ``name``: ``tiny``, a folder that transformers wrote, or a name on the hub.
+
+    ``data`` is what the tokenizer of ``tiny`` is trained on; ``seed`` chooses its weights. A conversation needs a
+    tokenizer with a chat template. HalfstepError in one line for whatever cannot be loaded.
+    """
+    if name == "tiny":
+        words = tiny.tokenizer(data.texts())
+        return Loaded(name, tiny.model(words, seed), words, tiny.CONTEXT)
+    config = _config(name)
+    words = _tokenizer(name)
+    model = _model(name, config)
+    notes = []
+    if words.pad_token is None:
+        if words.eos_token is None:
+            raise HalfstepError(f"model {name}", "its tokenizer has neither a pad nor an eos token", "Set eos_token.")
+        words.pad_token = words.eos_token
+        notes.append(
+            f"The tokenizer has no pad token: its eos token {words.eos_token!r} pads. It is masked, not learned."
+        )
+    if words.eos_token is None:
+        raise HalfstepError(f"model {name}", "its tokenizer has no eos token, which ends an answer", "Set eos_token.")
+    rows = model.get_input_embeddings().weight.shape[0]
+    if len(words) > rows:
+        why = f"its tokenizer has {len(words)} tokens and the model {rows} embeddings"
+        raise HalfstepError(f"model {name}", why, "Use the tokenizer that belongs to the model.")
+    if data.is_conversational and not words.chat_template:
+        why = f"its tokenizer has no chat template, and {data.source} has messages"
+        raise HalfstepError(f"model {name}", why, "Use a chat model's tokenizer, or data of prompt + completion.")
+    return Loaded(name, model, words, getattr(config, "max_position_embeddings", None), tuple(notes))
+
+
+def _config(name: str) -> Any:
+    from transformers import AutoConfig
+
+    path = Path(name)
+    if path.is_file():
+        raise HalfstepError(
+            f"model {name}", "it is a file, not a folder", "Give the folder that save_pretrained wrote."
+        )
+    if path.is_dir() and not (path / "config.json").is_file():
+        is_adapter = (path / "adapter_config.json").is_file()
+        why = "the folder has no config.json" + (" but an adapter's, which is no model by itself" if is_adapter else "")
+        fix = "Merge it into its base model first." if is_adapter else "Give the folder that save_pretrained wrote."
+        raise HalfstepError(f"model {name}", why, fix)
+    try:
+        return AutoConfig.from_pretrained(name)
+    except Exception as error:
+        raise _refused(name, path, "its configuration", error) from None
+
+
+def _tokenizer(name: str) -> Any:
+    from transformers import AutoTokenizer
+
+    path = Path(name)
+    known = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json", "spiece.model")
+    if path.is_dir() and not any((path / file).is_file() for file in known):
+        fix = "Write it there with tokenizer.save_pretrained."
+        raise HalfstepError(f"model {name}", "the folder has no tokenizer", fix)
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except Exception as error:
+        raise _refused(name, path, "its tokenizer", error) from None
+
+
+def _model(name: str, config: Any) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    if type(config) not in AutoModelForCausalLM._model_mapping and "AutoModelForCausalLM" not in (
+        getattr(config, "auto_map", None) or {}
+    ):
+        why = f"it is a {config.model_type} model, which has no causal language model"
+        raise HalfstepError(f"model {name}", why, "Give one that writes text, as Llama, Qwen or GPT-2.")
+    try:
+        # What is trained is kept in fp32; the policy chooses what is computed in 16 bit.
+        return AutoModelForCausalLM.from_pretrained(name, config=config, dtype=torch.float32)
+    except Exception as error:
+        raise _refused(name, Path(name), "its weights", error) from None
+
+
+def _refused(name: str, path: Path, part: str, error: Exception) -> HalfstepError:
+    said = (str(error).strip().splitlines() or [""])[0]
+    if path.is_dir():
+        return HalfstepError(f"model {name}", f"{part} cannot be loaded: {said.rstrip('.')}", "Look at its files.")
+    why = f"there is no such folder, and as a name on the hub {part} cannot be loaded: {said.rstrip('.')}"
+    return HalfstepError(
+        f"model {name}", why, "Give tiny, a folder that save_pretrained wrote, or mend the connection."
+    )
