@@ -27,6 +27,13 @@ def take_gradients(optimizer: torch.optim.Optimizer) -> Gradients:
     return taken
 
 
+def clear_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """Drop every gradient of an optimizer's parameters."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = None
+
+
 def add_gradients(sums: Gradients, gradients: Gradients) -> None:
     """Add each gradient to the sum of its parameter, in place; a parameter's first one becomes the sum."""
     both = [p for p in gradients if p in sums]
@@ -76,8 +83,7 @@ def put_gradients(gradients: Mapping[torch.Tensor, torch.Tensor]) -> None:
 def norms_of(gradients: Iterable[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """The 2-norm of each gradient, as one vector, and of all together, in fp32 on the device."""
     values = [values_of(gradient) for gradient in gradients]
-    low = [value for value in values if value.dtype in LOW_DTYPES]
-    if low:
+    if low := [value for value in values if value.dtype in LOW_DTYPES]:
         # The norm of an fp16 gradient may be beyond fp16. Two lists, since torch's fast path takes one dtype at a time.
         rest = [value for value in values if value.dtype not in LOW_DTYPES]
         of_low = iter(torch._foreach_norm(low, dtype=torch.float32))
@@ -104,7 +110,7 @@ def nonfinite_share(gradients: Iterable[torch.Tensor], finite: Iterable[torch.Te
 
 def is_not_finite(number: torch.Tensor) -> torch.Tensor:
     """1.0 for inf and NaN, else 0.0, on the device: x - x is 0 for a number, and NaN for inf and NaN."""
-    return (number - number).ne(0).float()
+    return (number - number).ne_(0).float()
 
 
 def values_of(gradient: torch.Tensor) -> torch.Tensor:
@@ -114,5 +120,7 @@ def values_of(gradient: torch.Tensor) -> torch.Tensor:
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """The part of a DTensor that lives here, and any other tensor itself. It has the same memory."""
+    if type(tensor) is torch.Tensor:  # most are, and looking for what is not there takes longest
+        return tensor
     local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return local

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import islice
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -45,9 +46,9 @@ class Readback(Generic[T]):
             self._num_sent += 1
         return self._num_sent
 
-    def take(self, waits_for: int = 0) -> list[tuple[T, list[torch.Tensor]]]:
-        """What has arrived, as (item, its vectors on the host), in order; waits for the first ``waits_for`` sends."""
-        arrived = []
+    def take(self, waits_for: int = 0) -> list[tuple[T, list[list[float]]]]:
+        """What has arrived, as (item, its vectors), in order; waits for the first ``waits_for`` sends."""
+        arrived: list[tuple[T, list[list[float]]]] = []
         while self._sent:
             items, flat, arrival = self._sent[0]
             if arrival is not None and not arrival.query():
@@ -55,8 +56,8 @@ class Readback(Generic[T]):
                     break
                 arrival.synchronize()
             self._sent.popleft()
-            parts = iter(flat.split([t.numel() for _, tensors in items for t in tensors]))
-            arrived += [(item, [next(parts) for _ in tensors]) for item, tensors in items]
+            numbers = iter(flat.tolist())
+            arrived += [(item, [list(islice(numbers, t.numel())) for t in tensors]) for item, tensors in items]
         return arrived
 
 

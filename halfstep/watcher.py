@@ -52,7 +52,10 @@ class _Waiting(NamedTuple):
 
     report: StepReport
     time: float
-    verdict: Verdict
+    parameters: tuple[torch.Tensor, ...]
+    unit: float
+    count: float | None
+    """None where it comes with the numbers."""
     nonfinite_share: float | None
 
 
@@ -117,9 +120,14 @@ class Watcher:
         if self._pid != os.getpid():
             return  # forked: the run is that of the parent
         self._failure = None
-        tensors = [verdict.count] if isinstance(verdict.count, torch.Tensor) else []
-        waiting = _Waiting(report, time.time(), verdict, nonfinite_share)
-        self._readback.put(waiting, verdict.numbers, verdict.norms, *tensors)
+        # Of the verdict only what is read: tensors that outlive a step take the place of warm memory.
+        count = verdict.count
+        if isinstance(count, float):
+            waiting = _Waiting(report, time.time(), verdict.parameters, verdict.unit, count, nonfinite_share)
+            self._readback.put(waiting, verdict.numbers, verdict.norms)
+        else:
+            waiting = _Waiting(report, time.time(), verdict.parameters, verdict.unit, None, nonfinite_share)
+            self._readback.put(waiting, verdict.numbers, verdict.norms, count)
         now = time.monotonic()
         if now - self._last_read > _LONGEST_S:
             self._last_read = now
@@ -133,7 +141,8 @@ class Watcher:
             self._read()
         for entry in self._ranks.news():
             self._keep(entry)
-        self._tell()
+        if self._untold:
+            self._tell()
 
     def event(self, kind: str, event: Mapping[str, Any]) -> None:
         """Anything else that the stepper tells, as an entry of ``kind``."""
@@ -194,19 +203,20 @@ class Watcher:
                 tell(alert)
 
     def _read(self, waits_for: int = 0) -> None:
-        for waiting, tensors in self._readback.take(waits_for):
+        for waiting, vectors in self._readback.take(waits_for):
             if waiting is None:
-                self._agrees = bool(tensors[0].item())
+                self._agrees = bool(vectors[0][0])
             else:
-                self._keep_step(waiting, tensors)
+                self._keep_step(waiting, *vectors)
 
-    def _keep_step(self, waiting: _Waiting, tensors: Sequence[torch.Tensor]) -> None:
-        report, verdict, share = waiting.report, waiting.verdict, waiting.nonfinite_share
-        numbers = tensors[0].tolist()
+    def _keep_step(
+        self, waiting: _Waiting, numbers: Sequence[float], norms: Sequence[float], counts: Sequence[float] = ()
+    ) -> None:
+        report, parameters, share = waiting.report, waiting.parameters, waiting.nonfinite_share
         report.arrived(numbers)
         loss, grad_norm, scale, skipped, *faults = numbers
-        count = tensors[2].item() if isinstance(verdict.count, torch.Tensor) else verdict.count
-        bad = _not_finite(verdict.parameters, tensors[1].tolist()) if skipped else []
+        count = counts[0] if waiting.count is None else waiting.count
+        bad = _not_finite(parameters, norms) if skipped else []
         self._keep(
             Step(
                 report.step,
@@ -218,7 +228,7 @@ class Watcher:
                 why_skipped(count, loss, grad_norm, *faults) if skipped else None,
                 report.num_replays,
                 0.0 if share is None and not skipped else share,
-                _num_elements(bad) / max(1, _num_elements(verdict.parameters)) if bad else 0.0,
+                _num_elements(bad) / max(1, _num_elements(parameters)) if bad else 0.0,
                 tuple(self._name(parameter) for parameter in bad),
                 count,
                 int(faults[1]) if faults and faults[0] == 1 else None,
@@ -226,10 +236,10 @@ class Watcher:
             )
         )
         if report.step % LAYERS_EVERY == 0 and count:
-            unit = verdict.unit / (scale * count)
-            norms = [json_number(norm * unit) for norm in tensors[1].tolist()]
-            names = [self._name(parameter) for parameter in verdict.parameters]
-            entry = {"kind": "layers", "time": waiting.time, "step": report.step, "parameters": names, "norms": norms}
+            unit = waiting.unit / (scale * count)
+            true = [json_number(norm * unit) for norm in norms]
+            names = [self._name(parameter) for parameter in parameters]
+            entry = {"kind": "layers", "time": waiting.time, "step": report.step, "parameters": names, "norms": true}
             self._keep(entry)
 
     def _name(self, parameter: torch.Tensor) -> str:

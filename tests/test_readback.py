@@ -1,5 +1,7 @@
 """Numbers read late: in order, with their values, and without a wait unless one is asked for."""
 
+import math
+
 import pytest
 import torch
 
@@ -40,10 +42,6 @@ def fill(queue, *items):
         queue.send()
 
 
-def values(taken):
-    return [(item, [tensor.tolist() for tensor in tensors]) for item, tensors in taken]
-
-
 def test_items_come_back_with_their_own_numbers():
     queue = Readback()
     queue.put("a", torch.arange(4.0))
@@ -52,10 +50,10 @@ def test_items_come_back_with_their_own_numbers():
     queue.send()
     (first, one), (second, two) = queue.take()
     assert (first, second) == ("a", "b")
-    assert [tensor.tolist() for tensor in one] == [[0.0, 1.0, 2.0, 3.0]]
-    assert two[0].tolist() == [7.0]
+    assert one == [[0.0, 1.0, 2.0, 3.0]]
+    assert two[0] == [7.0]
     assert two[1][0] == 1
-    assert two[1][1].isnan()
+    assert math.isnan(two[1][1])
     assert queue.take() == []
 
 
@@ -63,9 +61,7 @@ def test_a_loss_in_fp64_keeps_its_digits():
     queue = Readback()
     queue.put("loss", torch.tensor([1 + 2**-40], dtype=torch.float64), torch.tensor([2**-149]))
     queue.send()
-    ((_, (loss, norm)),) = queue.take()
-    assert loss.item() == 1 + 2**-40
-    assert norm.item() == 2**-149
+    assert queue.take() == [("loss", [[1 + 2**-40], [2**-149]])]
 
 
 def test_what_has_not_arrived_is_not_waited_for(arrivals):
@@ -75,7 +71,7 @@ def test_what_has_not_arrived_is_not_waited_for(arrivals):
     arrivals[1].has_come = True
     assert queue.take() == []  # in order
     arrivals[0].has_come = True
-    assert values(queue.take()) == [(1, [[1.0] * 3, [1.5]]), (2, [[2.0] * 3, [2.5]])]
+    assert queue.take() == [(1, [[1.0] * 3, [1.5]]), (2, [[2.0] * 3, [2.5]])]
     assert [arrival.num_waits for arrival in arrivals] == [0, 0]
 
 
@@ -107,5 +103,5 @@ def test_a_copy_from_cuda_waits_for_nothing():
         assert queue.take() == []  # the products are still queued
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    ((_, (count,)),) = queue.take(waits_for=1)
-    assert count.item() == spin.isfinite().sum().item()
+    ((_, ((count,),)),) = queue.take(waits_for=1)
+    assert count == spin.isfinite().sum().item()
