@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from halfstep import distributed
+    from halfstep import distributed, integrations
     from halfstep.alignment import align
     from halfstep.autocast_mode import autocast
     from halfstep.average import WeightAverage
@@ -71,12 +71,13 @@ __all__ = [
     "autocast",
     "cast_for_inference",
     "distributed",
+    "integrations",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "distributed":
-        return importlib.import_module("halfstep.distributed")
+    if name in ("distributed", "integrations"):
+        return importlib.import_module(f"halfstep.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'halfstep' has no attribute {name!r}")
     try:

@@ -14,19 +14,21 @@ from halfstep.stepper import Stepper
 
 
 class Interruption:
-    """While it is open, Ctrl-C waits for :meth:`check`; in one process it comes at once, as always.
+    """While it is open, Ctrl-C waits for :meth:`check` or :meth:`is_asked`; in one process it comes at once, as always.
+
+    waits_alone: whether it waits in one process too; a second Ctrl-C then comes at once.
 
     A rank that left a step alone would leave the others in a collective. torchrun hands Ctrl-C on to every rank and
     gives them half a minute.
     """
 
-    def __init__(self) -> None:
-        self._is_noted = False
+    def __init__(self, waits_alone: bool = False) -> None:
+        self._waits_alone, self._is_noted = waits_alone, False
         self._before: Any = None
         self._asked: torch.Tensor | None = None
 
     def __enter__(self) -> Self:
-        if num_ranks() > 1 and threading.current_thread() is threading.main_thread():
+        if (self._waits_alone or num_ranks() > 1) and threading.current_thread() is threading.main_thread():
             self._before = signal.signal(signal.SIGINT, self._note)
         return self
 
@@ -37,16 +39,22 @@ class Interruption:
             signal.signal(signal.SIGINT, self._before)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        if self._is_noted and num_ranks() == 1:
+            raise KeyboardInterrupt
         self._is_noted = True
 
     def check(self, stepper: Stepper) -> None:
-        """Raise KeyboardInterrupt if any rank had noted one at the check before; all call it, once a step.
+        """Raise KeyboardInterrupt where :meth:`is_asked`."""
+        if self.is_asked(stepper):
+            raise KeyboardInterrupt
 
-        What the check before asked is read here, so that a device is not waited for while it has work.
+    def is_asked(self, stepper: Stepper) -> bool:
+        """Whether any rank had noted one at the time before; all call it, once a step.
+
+        What the time before asked is read here, so that a device is not waited for while it has work.
         """
         if stepper.ranks.num == 1:
-            return
+            return self._is_noted
         asked, noted = self._asked, torch.tensor(float(self._is_noted), device=stepper.region.device)
         self._asked = stepper.ranks.highest(noted)
-        if asked is not None and asked.item():
-            raise KeyboardInterrupt
+        return asked is not None and bool(asked.item())

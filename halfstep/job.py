@@ -9,7 +9,7 @@ from typing import Any
 
 from halfstep.errors import HalfstepError
 
-TOGETHER = ("compare", "trace")
+TOGETHER = ("compare", "trace", "train")
 """The commands that ranks run together; any other is refused under torchrun."""
 
 PATIENCE_S = 3.0
@@ -46,7 +46,7 @@ class Job:
                 self._is_refused = True
                 raise HalfstepError(
                     f"{command} in {self.num} processes",
-                    f"it runs in one process; only {' and '.join(TOGETHER)} run over several ranks",
+                    f"it runs in one process; only {', '.join(TOGETHER)} run over several ranks",
                     "Leave torchrun out.",
                 )
             return

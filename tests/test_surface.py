@@ -38,6 +38,7 @@ def test_public_names():
         "autocast",
         "cast_for_inference",
         "distributed",
+        "integrations",
     ]
 
 

@@ -1,0 +1,48 @@
+"""The folder of a training job: its log, its checkpoints, and at the end the model."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from halfstep.errors import HalfstepError
+from halfstep.train.settings import Settings
+
+_RUNS = Path("runs")
+_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+
+
+def folder_of(settings: Settings) -> Path:
+    """Where the job writes. Without --output a new folder in ``runs``, or with --resume the last one.
+
+    HalfstepError where a run is there already that is not to be resumed, or where none is.
+    """
+    if settings.output is not None:
+        folder = Path(settings.output)
+        if folder.exists() and not folder.is_dir():
+            raise HalfstepError(f"output {folder}", "it is a file", "Name a folder.")
+        if not settings.resume and folder.is_dir() and any(folder.iterdir()):
+            raise HalfstepError(
+                f"output {folder}", "it is not empty", "Use --resume to go on, or name another --output."
+            )
+        return folder
+    name = f"{settings.task}-{Path(settings.model).name}"
+    taken = []
+    while (folder := _RUNS / (f"{name}-{len(taken) + 1}" if taken else name)).exists():
+        taken.append(folder)
+    return taken[-1] if settings.resume and taken else folder
+
+
+def last_checkpoint(folder: Path) -> Path:
+    """The checkpoint of the highest step. HalfstepError where there is none."""
+    found = {}
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if (match := _CHECKPOINT.fullmatch(path.name)) and path.is_dir():
+            found[int(match[1])] = path
+    if not found:
+        raise HalfstepError(
+            f"resume of {folder}",
+            "there is no checkpoint in it",
+            "Leave --resume out, or name its --output.",
+        )
+    return found[max(found)]

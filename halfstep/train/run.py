@@ -1,0 +1,87 @@
+"""A training job from its settings to its report."""
+
+from __future__ import annotations
+
+import time
+
+import datasets
+import torch
+import transformers
+from transformers import PrinterCallback
+
+from halfstep.hardware import detect
+from halfstep.interruption import Interruption
+from halfstep.policy import resolve
+from halfstep.train.adapters import adapt
+from halfstep.train.dataset import read
+from halfstep.train.defaults import with_defaults
+from halfstep.train.folder import folder_of, last_checkpoint
+from halfstep.train.lengths import check_lengths
+from halfstep.train.observer import Observer, ends_of
+from halfstep.train.pretrained import load
+from halfstep.train.progress import Progress, Show
+from halfstep.train.settings import Settings, parse_policy
+from halfstep.train.train_report import TrainReport
+from halfstep.train.trainer import make_trainer
+
+
+def train(settings: Settings, show: Show = lambda text, step, total: None) -> TrainReport:
+    """Train as ``settings`` say.
+
+    What cannot be trained is refused before anything is written: a HalfstepError in one line.
+    show: told what happens.
+    """
+    _quiet()
+    device = settings.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    policy = resolve(parse_policy(settings.policy), detect(device))[0]
+    folder = folder_of(settings)
+    checkpoint = last_checkpoint(folder) if settings.resume else None
+    show("reading data", 0, settings.steps)
+    data = read(settings.task, settings.data, seed=settings.seed)
+    loaded = load(settings.model, data, settings.seed)
+    settings = with_defaults(settings, loaded.context)
+    lengths = check_lengths(data, loaded.tokenizer, settings.max_length)
+    adapted = adapt(loaded.model, settings, policy)
+    observer = Observer()
+    trainer = make_trainer(settings, loaded, adapted, data, parse_policy(settings.policy), folder, observer)
+    with Interruption(waits_alone=True) as interruption:
+        progress = Progress(show, lambda: trainer.stepper, interruption)
+        trainer.add_callback(progress)
+        trainer.remove_callback(PrinterCallback)
+        start = time.perf_counter()
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        seconds = time.perf_counter() - start
+    evaluation = None
+    if data.evaluation is not None and progress.stopped_at is None:
+        evaluation = trainer.evaluate()["eval_loss"]
+    trainer.save_model(str(folder / "model"))
+    trainer.stepper.close()
+    first, last = ends_of(observer.losses)
+    info = trainer.info
+    parameters = list(adapted.model.parameters())
+    return TrainReport(
+        task=settings.task,
+        model=settings.model,
+        data=data.source,
+        output=str(folder),
+        requested=info.requested,
+        effective=info.effective,
+        reason=info.reason,
+        device=info.device,
+        num_parameters=sum(p.numel() for p in parameters),
+        num_trained=sum(p.numel() for p in parameters if p.requires_grad),
+        precision=observer.precision(),
+        loss_first=first,
+        loss_last=last,
+        evaluation=evaluation,
+        seconds=seconds,
+        stopped_at=progress.stopped_at,
+        notes=(*data.notes, *loaded.notes, *lengths.notes, *adapted.notes),
+    )
+
+
+def _quiet() -> None:
+    """One bar is ours."""
+    datasets.disable_progress_bars()
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()

@@ -1,0 +1,154 @@
+"""What a training job is told, by flags or by a TOML file: one value, with a name that is both flag and key."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from halfstep.errors import HalfstepError
+from halfstep.policy import Policy
+from halfstep.train.forms import TASKS
+
+OPTIMIZERS = {
+    "adamw": "adamw_torch_fused",
+    "adamw8bit": "adamw_torch_8bit",
+    "adamw4bit": "adamw_torch_4bit",
+    "sgd": "sgd",
+    "adafactor": "adafactor",
+}
+"""Names of --optimizer, and what transformers calls them. Those of few bits are torchao's."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """task: ``pretrain``, ``sft``, ``dpo`` or ``kto``. None is what the task and the model suggest, see ``defaults``.
+
+    model:       folder of a transformers model with its tokenizer, or ``tiny``.
+    data:        FILE.jsonl, a folder of such files, for pretraining text as well; or ``builtin``.
+    output:      folder for log, checkpoints and the trained model.
+    policy:      text of a policy, or FILE.toml.
+    steps:       optimizer steps. batch: samples in a micro-batch. accumulate: micro-batches in a step.
+    lr:          learning rate after a short warm-up. max_norm: norm that gradients are clipped to, 0 for none.
+    max_length:  tokens of a sample.
+    optimizer:   one of OPTIMIZERS.
+    lora:        train adapters of rank ``lora_rank`` beside ``lora_targets``, on frozen weights in the policy's format.
+    quantize:    ``4bit`` holds the frozen weights in 4 bits (NF4, bitsandbytes).
+    checkpointing: compute the activations of each block again in the backward pass.
+    save_every:  steps between two checkpoints. resume: go on from the last one in ``output``.
+    seed:        of data order, dropout and new weights. device: ``cpu`` or ``cuda``.
+    plan:        plan the memory before anything is trained. memory: GiB to plan for, in place of the device's own.
+    options:     what TRL calls its arguments, ``warmup_steps=10 beta=0.2``.
+    """
+
+    task: str
+    model: str = "tiny"
+    data: str = "builtin"
+    output: str | None = None
+    policy: str = "auto"
+    steps: int | None = None
+    batch: int | None = None
+    accumulate: int = 1
+    lr: float | None = None
+    max_norm: float = 1.0
+    max_length: int | None = None
+    optimizer: str = "adamw"
+    lora: bool = False
+    lora_rank: int = 16
+    lora_targets: str = "all-linear"
+    quantize: str | None = None
+    checkpointing: bool = False
+    save_every: int | None = None
+    resume: bool = False
+    seed: int = 0
+    device: str | None = None
+    plan: bool = False
+    memory: float | None = None
+    options: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch", "accumulate", "max_length", "lora_rank", "save_every"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise HalfstepError(f"{_key(name)}={value}", "it counts something", "Use 1, 2, 3, ...")
+        for name in ("lr", "memory"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise HalfstepError(f"{name}={value:g}", "it is more than nothing", "Use a positive number.")
+        if not self.max_norm >= 0:
+            raise HalfstepError(f"max-norm={self.max_norm:g}", "a norm is not negative", "Use 0 to clip nothing.")
+        if self.optimizer not in OPTIMIZERS:
+            raise HalfstepError(
+                f"optimizer={self.optimizer}",
+                "no such optimizer",
+                f"Use {', '.join(OPTIMIZERS)}, or --options 'optim=...' with a name of transformers.",
+            )
+        if self.quantize not in (None, "4bit"):
+            raise HalfstepError(f"quantize={self.quantize}", "weights are held in 4 bits or as they are", "Use 4bit.")
+        if self.quantize and not self.lora:
+            raise HalfstepError("quantize=4bit without lora", "weights of 4 bits do not train", "Add --lora.")
+        parse_policy(self.policy)
+        parse_options(self.options)
+
+    @classmethod
+    def of(cls, task: str, given: Mapping[str, Any], config: str | os.PathLike[str] | None = None) -> Settings:
+        """Of ``given`` flags, None where one was not given, and of the keys of a TOML file below them."""
+        if task not in TASKS:
+            raise HalfstepError(f"train {task}", "no such task", f"Use {', '.join(TASKS)}.")
+        values = {} if config is None else _read(config)
+        return cls(task, **values | {name: value for name, value in given.items() if value is not None})
+
+
+def parse_policy(text: str) -> Policy:
+    """The policy of a text or of a file."""
+    return Policy.load(Path(text)) if text.endswith(".toml") else Policy.parse(text)
+
+
+def parse_options(text: str) -> dict[str, Any]:
+    """``name=value`` words as TRL's arguments; values as TOML writes them, or text."""
+    options = {}
+    for word in text.split():
+        name, mark, value = word.partition("=")
+        if not (mark and name.isidentifier() and value):
+            raise HalfstepError(
+                f"option {word!r}", "it is not NAME=VALUE", "Write --options 'warmup_steps=10 beta=0.2'."
+            )
+        try:
+            options[name] = tomllib.loads(f"value = {value}")["value"]
+        except tomllib.TOMLDecodeError:
+            options[name] = {"True": True, "False": False, "None": None}.get(value, value)
+    return options
+
+
+def _read(path: str | os.PathLike[str]) -> dict[str, Any]:
+    try:
+        document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise HalfstepError(f"config {path}", f"it cannot be read ({error.strerror})", "Name a TOML file.") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise HalfstepError(f"config {path}", f"it is not TOML ({error})", "See docs/train.md.") from None
+    types = {_key(f.name): f for f in fields(Settings) if f.name != "task"}
+    values = {}
+    for key, value in document.items():
+        if key not in types:
+            raise HalfstepError(f"{key!r} in {path}", "no such setting", f"Use {', '.join(types)}.")
+        values[types[key].name] = _typed(key, value, types[key].type, path)
+    return values
+
+
+def _typed(key: str, value: Any, annotation: Any, path: str | os.PathLike[str]) -> Any:
+    wanted = str(annotation).removesuffix(" | None")
+    kinds = {"str": str, "int": int, "float": float, "bool": bool}
+    if wanted == "float" and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if type(value) is not kinds[wanted]:
+        named = {"str": "a text", "int": "a whole number", "float": "a number", "bool": "true or false"}[wanted]
+        raise HalfstepError(f"{key} = {value!r} in {path}", f"it is {named}", "See docs/train.md.")
+    return value
+
+
+def _key(name: str) -> str:
+    return name.replace("_", "-")
