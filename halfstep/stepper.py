@@ -34,6 +34,7 @@ from halfstep.errors import HalfstepError
 from halfstep.events import Alert, Overflow, Promotion, RunInfo, StepReport
 from halfstep.gradients import (
     Gradients,
+    clear_gradients,
     dropping_gradients,
     gradients_of,
     multiply,
@@ -473,9 +474,10 @@ class Stepper:
             self._compare()
         if self._window.num_micro_batches == 0:
             # Drop what a backward pass of somebody else left there, as a GAN's other half does.
-            take_gradients(self.optimizer)
+            clear_gradients(self.optimizer)
             self.masters.settle(self.policy)
-            self._statistics.save()
+            if self._statistics:
+                self._statistics.save()
         self.ranks.begin(self._is_last)
         if self._keeps_casts:
             self.region.hold()
@@ -533,11 +535,13 @@ class Stepper:
 
     def _run_backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
         """Backward of loss x scale / unit: the factor is where the gradient starts, which costs no operation."""
-        start = over(self.scale.value, self._unit or 1.0)
         if loss.dtype in LOW_DTYPES:
             loss = loss.float()  # 2^16 is beyond fp16
+        start = None  # torch's own 1: of any other it compares the shape
+        if self.scale.kind != "none":
+            start = over(self.scale.value, self._unit or 1.0).to(loss.dtype)
         with self.region.backward():
-            loss.backward(start.to(loss.dtype), retain_graph=retain_graph)
+            loss.backward(start, retain_graph=retain_graph)
 
     def _accumulate(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
         """Backward into the sums in ``.grad``. One that fails midway leaves them mixed, so the window begins anew."""
@@ -792,7 +796,7 @@ class Stepper:
         return gates or looks_at_scale or bool(self._statistics) or self._window.nonfinite_share is not None
 
     def _clear_window(self) -> None:
-        take_gradients(self.optimizer)
+        clear_gradients(self.optimizer)
         self._window = Window()
         self._judged = self._last_closure = None
         self._has_begun = False
