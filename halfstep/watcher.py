@@ -54,8 +54,8 @@ class _Waiting(NamedTuple):
     time: float
     parameters: tuple[torch.Tensor, ...]
     unit: float
-    count: float | None
-    """None where it comes with the numbers."""
+    held: float | None
+    """The count; None where it comes with the numbers."""
     nonfinite_share: float | None
 
 
@@ -215,7 +215,7 @@ class Watcher:
         report, parameters, share = waiting.report, waiting.parameters, waiting.nonfinite_share
         report.arrived(numbers)
         loss, grad_norm, scale, skipped, *faults = numbers
-        count = counts[0] if waiting.count is None else waiting.count
+        count = counts[0] if waiting.held is None else waiting.held
         bad = _not_finite(parameters, norms) if skipped else []
         self._keep(
             Step(
