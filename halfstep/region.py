@@ -138,7 +138,14 @@ class Region:
 
         Inside a window that holds its casts it leaves that cache alone, since a cast made here has no gradient.
         """
-        with torch.inference_mode(), self._fast_path:
+        with torch.inference_mode(), self.evaluation():
+            yield
+
+    @contextlib.contextmanager
+    @untraced
+    def evaluation(self) -> Iterator[None]:
+        """As :meth:`inference`, inside a ``torch.no_grad()`` of the caller's, whose results are ordinary tensors."""
+        with self._fast_path:
             saved = self._begin()
             held = self._casts.kept
             autocast = _set_autocast(self.device.type, self._is_low, self._dtype, not held, held)

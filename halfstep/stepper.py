@@ -269,7 +269,8 @@ class Stepper:
                 "Use stepper.step(closure), or leave explain out.",
             )
         for stepper in (self, *self._others):
-            if not stepper._has_begun:
+            # One that began for a pass that nobody differentiated, as an evaluation, may have begun as another.
+            if not stepper._has_begun or stepper._is_said_last != is_last:
                 stepper._begin_micro_batch(is_last)
         return self.region
 

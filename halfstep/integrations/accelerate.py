@@ -6,98 +6,82 @@
         with accelerator.accumulate(model):
             loss = loss_fn(model(batch))
             accelerator.backward(loss)
-            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
 
-The loop stays as it is: ``prepare``, ``backward``, ``clip_grad_norm_`` and ``step`` are where the Stepper does its part.
+The loop stays as it is: ``prepare``, ``backward``, ``clip_grad_norm_`` and ``step`` are what the Stepper does.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import accelerate
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import AutocastKwargs
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from halfstep.errors import HalfstepError
-from halfstep.events import RunInfo, StepReport
+from halfstep.events import RunInfo
+from halfstep.gradients import gradients_of, norms_of
+from halfstep.hardware import detect
+from halfstep.integrations.accelerate_optimizer import Optimizer
+from halfstep.integrations.accelerate_request import (
+    check_handlers,
+    check_model,
+    check_state,
+    info_without_replay,
+    requested_policy,
+    without_replay,
+)
+from halfstep.integrations.accelerate_state import LoopState
+from halfstep.integrations.regions import OpenRegions
 from halfstep.policy import Policy
 from halfstep.ranks.contract import DEFAULT, Contract
+from halfstep.region import Region, device_of
 from halfstep.stepper import Event, Stepper
 from halfstep.watch.settings import Watch
 
 
-class Optimizer(AcceleratedOptimizer):  # type: ignore[misc]
-    """What ``prepare`` makes of an optimizer: its ``step`` ends the window of a Stepper.
-
-    report: the StepReport of the last window, None before the first.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer, device_placement: bool, accelerator: Accelerator) -> None:
-        super().__init__(optimizer, device_placement=device_placement)
-        self._accelerator = accelerator
-        self.report: StepReport | None = None
-
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
-        if closure is not None:
-            raise HalfstepError(
-                "optimizer.step(closure) under Accelerate",
-                "the loss would be evaluated behind the back of accelerator.backward",
-                "Use halfstep.Stepper with stepper.step(closure).",
-            )
-        if self.gradient_state.sync_gradients:
-            self.report = self._accelerator.stepper_of(self).end_window(count=self._accelerator.share)
-
-    def zero_grad(self, set_to_none: bool | None = None) -> None:
-        if self.gradient_state.sync_gradients:
-            self._accelerator.stepper_of(self).drop()
-
-    @property
-    def step_was_skipped(self) -> bool:
-        """Whether the last step was skipped. With a fused optimizer only the device knows, and this reads from it."""
-        return self.report is not None and not self.report.applied
-
-
-class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
+class Accelerator(accelerate.Accelerator):
     """Accelerate's, in the formats of a policy.
 
-    policy:      text or Policy; ``auto`` picks by the device and says why in ``accelerator.info``. It is in the place of
-                 ``mixed_precision``.
+    policy:      text or Policy; ``auto`` picks by the device and says why in ``accelerator.info``. None: what
+                 ``mixed_precision`` or ``accelerate launch --mixed_precision`` says, else ``auto``.
     opens_regions: whether a forward pass of a prepared model opens the policy's region by itself and returns fp32, as
-                 Accelerate does it; False for a loop that opens ``accelerator.autocast()`` around model and loss.
+                 Accelerate does it. False for a loop that passes its micro-batches to the Stepper as closures.
     keep_casts, log, watch, sinks, contract: as for a Stepper.
 
-    All other arguments are Accelerate's.
+    All other arguments are Accelerate's. ``optimizer.report`` of a prepared optimizer is the StepReport of its last
+    window. The Steppers are built when the first pass runs or somebody asks for one, over what was prepared by then.
     """
 
     def __init__(
         self,
         *args: Any,
-        policy: str | Policy = "auto",
+        policy: str | Policy | None = None,
         opens_regions: bool = True,
         keep_casts: bool = False,
         log: str | os.PathLike[str] | None = None,
         watch: Watch | str | os.PathLike[str] | bool = True,
         sinks: Sequence[Callable[[Event], None]] = (),
         contract: Contract = DEFAULT,
+        mixed_precision: str | None = None,
         **kwargs: Any,
     ) -> None:
-        if kwargs.get("mixed_precision") not in (None, "no"):
-            raise HalfstepError(
-                f"mixed_precision={kwargs['mixed_precision']!r} and a policy",
-                "two would open regions and scale the loss",
-                f"Leave mixed_precision out, and use policy={kwargs['mixed_precision']!r}.",
-            )
+        self._policy = Policy.parse(requested_policy(policy, mixed_precision))
+        check_handlers(kwargs.get("kwargs_handlers") or ())
+        check_state()
         # Not None, which would ask the environment that a launcher has set.
-        super().__init__(*args, **{**kwargs, "mixed_precision": "no"})
-        self._policy = policy
+        super().__init__(*args, **kwargs, mixed_precision="no")
         self._opens_regions = opens_regions
         self._settings: dict[str, Any] = {
             "keep_casts": keep_casts,
@@ -106,46 +90,108 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             "contract": contract,
         }
         self._log = log
-        self._steppers: dict[Optimizer, Stepper] = {}
-        self._num_in_window = 0
+        self._custom_objects.append(LoopState(self))
         self._held: list[torch.Tensor] | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self._prepared: list[nn.Module] = []
+        self._regions: dict[nn.Module, OpenRegions] = {}
+        self._trained: tuple[nn.Module, ...] = ()
+        self._steppers: dict[Optimizer, Stepper] = {}
+        self._evaluation: Region | None = None
+        self._is_open = False
+        self.num_in_window = 0
+        self.begins = True
 
     # What is prepared.
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
-        prepared = super().prepare(*args, **kwargs)
-        self._build()
+        for each in args:
+            if isinstance(each, nn.Module) and each not in self._regions:
+                check_model(each)
+        return super().prepare(*args, **kwargs)
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode)
+        self._adopt(prepared)
         return prepared
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
         if not isinstance(optimizer, AcceleratedOptimizer):
             placement = self.device_placement if device_placement is None else device_placement
             optimizer = Optimizer(optimizer, placement, self)
+        elif not isinstance(optimizer, Optimizer):
+            raise HalfstepError(
+                "prepare() of an optimizer that another Accelerator has prepared",
+                "its step() is that of the other one",
+                "Pass optimizer.optimizer, the one inside.",
+            )
+        optimizer.accelerator = self
+        if optimizer not in self._optimizers:
             self._optimizers.append(optimizer)
         return optimizer
 
-    def _build(self) -> None:
-        """A Stepper for each optimizer that has none, once there is a model."""
-        if not self._models:
+    def _adopt(self, model: nn.Module) -> None:
+        """A model that was prepared, as it is to be called, and what a wrapper for ranks has inside."""
+        if model in self._regions:
             return
-        model = self._models[0] if len(self._models) == 1 else nn.ModuleList(self._models)
-        for optimizer in self._optimizers:
-            if optimizer in self._steppers:
-                continue
-            beside = next(iter(self._steppers.values()), None)
-            log = None if beside else self._log
-            stepper = Stepper(
-                model, optimizer.optimizer, self._policy, accumulate=None, beside=beside, log=log, **self._settings
+        self._prepared.append(model)
+        if not self._opens_regions:
+            return
+        self._regions[model] = OpenRegions(model, self._region)
+        if isinstance(model, DistributedDataParallel):
+            self._regions[model.module] = OpenRegions(model.module, self._region)
+
+    def _build(self) -> None:
+        """A Stepper for each optimizer that has none, over the models that the optimizers train."""
+        waiting = [optimizer for optimizer in self._optimizers if optimizer not in self._steppers]
+        if not waiting:
+            return
+        wanted = {id(p) for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]}
+        trained = tuple(m for m in self._prepared if any(id(p) in wanted for p in m.parameters()))
+        if not trained:
+            return
+        if self._steppers and trained != self._trained:
+            raise HalfstepError(
+                "prepare() of another model to train, after the first pass of one",
+                "module rules and running statistics belong to the models that were there by then",
+                "Prepare all models before the loop, or call accelerator.free_memory() between two trainings.",
             )
-            self._steppers[optimizer] = stepper
-            self.register_for_checkpointing(stepper)
-            if self._opens_regions and beside is None:
-                for each in self._models:
-                    _open_regions(each, self._region)
+        self._trained = trained
+        model = trained[0] if len(trained) == 1 else nn.ModuleList(trained)
+        is_first = not self._steppers
+        for optimizer in waiting:
+            beside = next(iter(self._steppers.values()), None)
+            self._steppers[optimizer] = Stepper(
+                model,
+                optimizer.optimizer,
+                self._policy_for(model),
+                accumulate=None,
+                beside=beside,
+                log=None if beside else self._log,
+                **self._settings,
+            )
+        if is_first:
+            region = self.stepper.region
+            region.info = info_without_replay(region.info, self._policy)
+
+    def _policy_for(self, model: nn.Module) -> Policy:
+        if not self._opens_regions:  # its loop has closures
+            return self._policy
+        return without_replay(self._policy, detect(str(device_of(model))), self.num_processes == 1)
+
+    @property
+    def steppers(self) -> list[Stepper]:
+        """One for each prepared optimizer, in their order. All share the policy and the loss scale of the first."""
+        self._build()
+        return list(self._steppers.values())
 
     @property
     def stepper(self) -> Stepper:
-        """The Stepper of the first optimizer; the others share its policy and its scale."""
+        """The Stepper of the first optimizer."""
         self._build()
         if not self._steppers:
             raise HalfstepError(
@@ -158,81 +204,188 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def stepper_of(self, optimizer: Optimizer) -> Stepper:
         """The Stepper of a prepared optimizer."""
         self._build()
+        if optimizer not in self._steppers:
+            raise HalfstepError(
+                "an optimizer without a model",
+                "none of the prepared models has its parameters",
+                "Call accelerator.prepare(model, optimizer) with both.",
+            )
         return self._steppers[optimizer]
 
     @property
     def info(self) -> RunInfo:
         """The policy asked for, the one in effect, why they differ, and the device."""
-        return self.stepper.info
+        return self._formats().info
+
+    def _formats(self) -> Region:
+        """The region of the Steppers; one of its own while nothing is trained."""
+        self._build()
+        if self._steppers:
+            return self.stepper.region
+        if self._evaluation is None:
+            if not self._prepared:
+                raise HalfstepError(
+                    "an Accelerator without a model",
+                    "a policy takes effect on a device, which is the model's",
+                    "Call accelerator.prepare(model, optimizer) first.",
+                )
+            self._evaluation = Region(self._prepared[0], self._policy)
+        return self._evaluation
 
     # A micro-batch.
 
     def _region(self) -> AbstractContextManager[Any]:
-        if torch.is_grad_enabled():
-            return self.stepper.forward(is_last=self.sync_gradients)
-        return self.stepper.region
+        formats = self._formats()
+        if not torch.is_grad_enabled():
+            return formats.evaluation()
+        self._is_open = True
+        return self.stepper.forward(is_last=self.sync_gradients) if self._steppers else formats
 
     @contextmanager
-    def autocast(self, autocast_handler: Any = None) -> Iterator[None]:
-        """The policy's region."""
-        with self._region():
+    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> Iterator[None]:
+        """The policy's region; with ``AutocastKwargs(enabled=False)`` a part of it that computes as its tensors are."""
+        with ExitStack() as stack:
+            if autocast_handler is None or autocast_handler.enabled:
+                stack.enter_context(self._region())
+            else:
+                stack.enter_context(torch.autocast(self.device.type, enabled=False))
             yield
 
     @contextmanager
     def holding(self) -> Iterator[list[torch.Tensor]]:
         """Inside, :meth:`backward` only keeps the loss in the list, for a Stepper that differentiates it itself."""
-        self._held = held = []
+        held: list[torch.Tensor] = []
+        self._held = held
         try:
             yield held
         finally:
             self._held = None
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """The scaled gradients of ``loss`` are added to those of the window. ``retain_graph`` as torch has it."""
+        if unknown := kwargs.keys() - {"retain_graph"}:
+            raise HalfstepError(
+                f"accelerator.backward({sorted(unknown)[0]}=...)",
+                "the loss scale is where the gradient starts, and it ends in the window's sums",
+                "Take such a gradient with torch.autograd.grad before, and put what it is for into the loss.",
+            )
         if self.gradient_accumulation_steps > 1:
             loss = loss / self.gradient_accumulation_steps
         if self._held is not None:
             self._held.append(loss)
-        else:
-            self.stepper.backward(loss, **kwargs)
+            return
+        stepper = self.stepper
+        if not self._is_open:
+            raise HalfstepError(
+                "accelerator.backward(loss) without a call of a prepared model",
+                "no region was open, so that the loss was computed in fp32",
+                "Call what prepare() returned, model(x), or open accelerator.autocast() around the forward pass.",
+            )
+        for regions in self._regions.values():
+            regions.close()
+        stepper.backward(loss, **kwargs)
 
     @property
     def share(self) -> float:
         """By what the losses of this window still have to be divided: they were, by a whole window's length."""
-        return self._num_in_window / self.gradient_accumulation_steps if self._num_in_window else 1.0
+        return self.num_in_window / self.gradient_accumulation_steps if self.num_in_window else 1.0
 
     def _do_sync(self) -> None:
-        begins = self.sync_gradients
         super()._do_sync()
-        self._num_in_window = 1 if begins else self._num_in_window + 1
+        self.num_in_window = 1 if self.begins else self.num_in_window + 1
+        self.begins = self.sync_gradients
 
     # The window's end.
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Make ``.grad`` the true gradient of the window, for a loop that looks at it or changes it before ``step()``.
+
+        optimizer: one, or several; all by default.
+        """
+        chosen = self._optimizers if optimizer is None else optimizer
+        self._unscale(chosen if isinstance(chosen, list | tuple) else [chosen], "unscale_gradients()")
+
+    def _unscale(self, optimizers: Iterable[Optimizer], what: str) -> None:
+        if not self.sync_gradients:
+            raise HalfstepError(
+                f"{what} before the last micro-batch of a window",
+                "the coming ones would add scaled gradients to true ones",
+                "Call it under 'if accelerator.sync_gradients:'.",
+            )
+        for optimizer in optimizers:
+            stepper = self.stepper_of(optimizer)
+            if stepper.masters:
+                raise HalfstepError(
+                    f"{what} under policy '{stepper.policy}'",
+                    "the true gradient of a 16-bit weight would be rounded to 16 bit",
+                    "Leave master out of the policy, or clip all parameters of the optimizer together.",
+                )
+            stepper.unscale(count=self.share)
 
     def clip_grad_norm_(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
     ) -> torch.Tensor:
-        """The true norm before clipping; ``optimizer.step()`` then clips to ``max_norm``."""
-        if norm_type != 2:
-            raise HalfstepError(f"norm_type={norm_type}", "halfstep clips the 2-norm", "Leave norm_type out.")
-        wanted = {id(parameter) for parameter in parameters}
-        for optimizer, stepper in self._steppers.items():
-            own = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
-            if own <= wanted:
-                return stepper.gradient_norm(max_norm, count=self.share)
-        raise HalfstepError("a part of an optimizer's parameters", "TODO", "TODO")
+        """The true norm before clipping.
+
+        All parameters of one optimizer are clipped by ``optimizer.step()``, in the one factor that also unscales. A
+        part of them, those of several optimizers together, and another norm cost a pass, and a read from the device.
+        Before the last micro-batch of a window nothing is clipped; the norm is that of the sums in this process.
+        """
+        wanted = {id(parameter): parameter for parameter in _listed(parameters)}
+        owners = [
+            (optimizer, stepper)
+            for optimizer, stepper in zip(self._optimizers, self.steppers, strict=True)
+            if any(id(p) in wanted for p in gradients_of(optimizer))
+        ]
+        if not owners:
+            raise HalfstepError(
+                "clip_grad_norm_() of parameters without a gradient",
+                "no prepared optimizer has one for any of them in this window",
+                "Call it after accelerator.backward, with parameters of a prepared model.",
+            )
+        if not self.sync_gradients:
+            held = [p.grad for p in wanted.values() if p.grad is not None]
+            return norms_of(held)[1] / (self.stepper.scale.value * self.share)
+        optimizer, stepper = owners[0]
+        is_whole = len(owners) == 1 and all(id(p) in wanted for p in gradients_of(optimizer))
+        if is_whole and norm_type == 2:
+            return stepper.gradient_norm(max_norm, count=self.share)
+        self._unscale([each for each, _ in owners], "clip_grad_norm_() of a part of an optimizer's parameters")
+        own = {id(p) for each, _ in owners for p in gradients_of(each)}
+        chosen = [p for key, p in wanted.items() if key in own]
+        norm: torch.Tensor = self._clip_grad_norm_dtensor_aware(chosen, max_norm, norm_type)
+        return norm
+
+    def clip_grad_value_(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
+        """Clip each element of the true gradient. One that was not finite is skipped nevertheless."""
+        wanted = {id(parameter): parameter for parameter in _listed(parameters)}
+        owners = [each for each in self._optimizers if any(id(p) in wanted for p in gradients_of(each))]
+        self._unscale(owners, "clip_grad_value_()")
+        torch.nn.utils.clip_grad_value_(list(wanted.values()), clip_value)
+
+    # State.
+
+    def load_state(self, *args: Any, **kwargs: Any) -> None:
+        """As Accelerate's; the Steppers go on where they were, in the middle of a window too."""
+        self._build()
+        with ExitStack() as stack:
+            for optimizer in self._optimizers:
+                stack.enter_context(optimizer.plain())
+            super().load_state(*args, **kwargs)
+
+    def save_state(self, *args: Any, **kwargs: Any) -> Any:
+        self._build()
+        return super().save_state(*args, **kwargs)
+
+    def free_memory(self, *objects: Any) -> Any:
+        """As Accelerate's. The models are as they were before, and the logs are complete."""
+        for regions in self._regions.values():
+            regions.remove()
+        for stepper in self._steppers.values():
+            stepper.close()
+        self._forget()
+        return super().free_memory(*objects)
 
 
-def _open_regions(model: nn.Module, region: Callable[[], AbstractContextManager[Any]]) -> None:
-    """Run every call of ``model`` in a region, and return its 16-bit outputs as fp32."""
-    open_regions: list[AbstractContextManager[Any]] = []
-
-    def enter(*_: Any) -> None:
-        opened = region()
-        opened.__enter__()
-        open_regions.append(opened)
-
-    def leave(module: nn.Module, args: Any, output: Any) -> Any:
-        open_regions.pop().__exit__(None, None, None)
-        return accelerate.utils.convert_to_fp32(output)
-
-    model.register_forward_pre_hook(enter)
-    model.register_forward_hook(leave, always_call=True)
+def _listed(parameters: Iterable[torch.Tensor] | torch.Tensor) -> list[torch.Tensor]:
+    return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
