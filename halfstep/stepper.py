@@ -314,11 +314,12 @@ class Stepper:
         return verdict.numbers[1]
 
     @torch.no_grad()
-    def unscale(self, *, count: float | None = None) -> None:
+    def unscale(self, *, count: float | None = None) -> bool:
         """Make every ``.grad`` of the window its true gradient, for who looks at it or changes it before the end.
 
-        That costs one read and one pass. A gradient that is not finite stays as it is, and so does the verdict on it,
-        whatever clipping makes of it: :meth:`end_window` skips. The report has the norm of now. count: as there.
+        That costs one read and one pass. Returns whether it is finite. One that is not stays as it is, and so does the
+        verdict on it, whatever clipping makes of it: :meth:`end_window` skips. The report has the norm of now. count:
+        as there.
         """
         with self.ranks.during(self.num_steps + 1):
             self._weigh(count)
@@ -327,6 +328,7 @@ class Stepper:
                 gradients, verdict = self._judge_window(self._window)
                 unscale(gradients.values(), verdict.divisor, verdict.found)
                 self._window.unscaled, self._judged = verdict, None
+            return self._window.unscaled.found.item() == 0.0
 
     @untraced
     def end_window(self, *, count: float | None = None) -> StepReport:

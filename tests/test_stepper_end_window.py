@@ -214,7 +214,7 @@ def test_unscaled_gradients_are_the_true_ones_and_may_be_changed(policy):
     free, twin = Stepper(*ours, policy, accumulate=None), Stepper(*theirs, policy)
     for batch in batches(3):
         free.step(lambda batch=batch: loss_of(ours[0], batch))
-        free.unscale()
+        assert free.unscale()
         with halfstep.Region(theirs[0], policy):
             loss = loss_of(theirs[0], batch)
         scale = twin.scale.value
@@ -238,7 +238,7 @@ def test_an_overflow_that_a_clip_by_value_makes_a_number_of_is_skipped_all_the_s
     before = weights(model).clone()
     stepper.step(lambda: loss_of(model, batches(1)[0]))
     model[0].weight.grad[0, 0] = float("inf")
-    stepper.unscale()
+    assert not stepper.unscale()
     torch.nn.utils.clip_grad_value_(model.parameters(), 0.1)
     assert all(p.grad.isfinite().all() for p in model.parameters())
     report = stepper.end_window()
