@@ -12,9 +12,13 @@ again; ``Trainer.training_step`` of whatever class runs inside it, up to its cal
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -25,27 +29,47 @@ from torch import nn
 from halfstep.errors import HalfstepError
 from halfstep.events import RunInfo
 from halfstep.integrations.accelerate import Accelerator
+from halfstep.integrations.arguments import check_arguments, policy_of
+from halfstep.integrations.bookkeeping import Bookkeeping
+from halfstep.integrations.interval import Intervals
+from halfstep.integrations.regions import OpenRegions
+from halfstep.integrations.staging import Staging
+from halfstep.integrations.trainable import exact_adapters, keep_fp32
 from halfstep.policy import Policy
 from halfstep.ranks.contract import DEFAULT, Contract
 from halfstep.stepper import Event, Stepper
 from halfstep.watch.settings import Watch
 
-_Base = transformers.Trainer if TYPE_CHECKING else object
-
-STATE_NAME = "halfstep.pt"
-"""File of a checkpoint that holds the Stepper's state, beside those of the Trainer."""
+if TYPE_CHECKING:
+    from transformers import Trainer as _Base
+else:
+    _Base = object
 
 
 class PrecisionMixin(_Base):
     """In front of a Trainer class: its steps are those of a Stepper.
 
-    policy:  text or Policy. None: ``fp16`` where the arguments say fp16=True, else ``auto``; the flags bf16 and fp16
-             of the arguments open no region of their own then.
+    policy:  text or Policy. None: what the flags of the arguments say, ``fp16=True`` or ``bf16=True``, and ``auto``
+             where neither is set. The flags open no region and scale no loss of their own.
     keep_casts, log, watch, sinks, contract: as for a Stepper.
 
     All other arguments are those of the Trainer class. ``max_grad_norm``, ``gradient_accumulation_steps`` and the
-    scheduler are the arguments' too.
+    scheduler are the arguments' too. See docs/transformers.md.
     """
+
+    accelerator: _Accelerator
+    optimizer: Any
+    _total_loss_scalar: float
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        order = [base for base in cls.__mro__ if base in (PrecisionMixin, transformers.Trainer)]
+        if order != [PrecisionMixin, transformers.Trainer]:
+            raise HalfstepError(
+                f"class {cls.__name__}({', '.join(base.__name__ for base in cls.__bases__)})",
+                "PrecisionMixin changes what a Trainer does, and stands in front of it",
+                f"Write class {cls.__name__}(PrecisionMixin, Trainer), or another trainer class in its place.",
+            )
 
     def __init__(
         self,
@@ -58,17 +82,23 @@ class PrecisionMixin(_Base):
         contract: Contract = DEFAULT,
         **kwargs: Any,
     ) -> None:
-        self._halfstep_policy = policy
-        self._halfstep = {
-            "keep_casts": keep_casts, "log": log, "watch": watch, "sinks": sinks, "contract": contract,
-        }  # fmt: skip
-        self._prepared_inputs: list[Any] | None = None
+        self._halfstep = _State(policy)
+        self._halfstep.settings = {
+            "keep_casts": keep_casts,
+            "log": log,
+            "watch": watch,
+            "sinks": (self._halfstep.intervals, *sinks),
+            "contract": contract,
+        }
+        self._halfstep.exact = exact_adapters(args[0] if args else kwargs.get("model"))
         super().__init__(*args, **kwargs)
         self.args.logging_nan_inf_filter = False  # a NaN is shown, and not replaced by a running mean
+        if self.model_init is None:
+            self._keep_fp32()
 
     @property
     def stepper(self) -> Stepper:
-        """The Stepper behind the training loop, from the first step on."""
+        """The Stepper behind the training loop, from the beginning of ``train()`` on."""
         return self.accelerator.stepper
 
     @property
@@ -77,52 +107,285 @@ class PrecisionMixin(_Base):
         return self.accelerator.info
 
     def create_accelerator_and_postprocess(self) -> None:
-        policy = self._halfstep_policy
-        if policy is None:
-            policy = "fp16" if self.args.fp16 else "auto"
+        check_arguments(self.args)
+        state = self._halfstep
+        state.requested = policy_of(self.args, state.policy)
 
-        def make(**kwargs: Any) -> Accelerator:
-            return Accelerator(
-                **{**kwargs, "mixed_precision": "no"}, policy=policy, opens_regions=False, **self._halfstep
-            )
+        def make(**kwargs: Any) -> _Accelerator:
+            return _Accelerator(state, **{**kwargs, "mixed_precision": "no"}, policy=state.requested, **state.settings)
 
         # The Trainer makes its own, by this name.
         with mock.patch.object(transformers.trainer, "Accelerator", make):
             super().create_accelerator_and_postprocess()
+
+    def _keep_fp32(self) -> None:
+        if Policy.parse(self._halfstep.requested).master == "fp32":
+            keep_fp32(self.accelerator.unwrap_model(self.model), self._halfstep.exact)
+        self._halfstep.exact = {}
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        for model in vars(self).values():
+            if (
+                isinstance(model, nn.Module) and model in self.accelerator.adopted
+            ):  # one to compare with: train() has begun by freeing all
+                self.accelerator.adopt(model)
+        prepared = super()._prepare_for_training(*args, **kwargs)
+        assert self.stepper, "built now, so that what it refuses is refused before the first batch"
+        return prepared
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        self._keep_fp32()
+        return super().create_optimizer(*args, **kwargs)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        self._halfstep.intervals.start()
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            if self.accelerator.has_stepper:
+                self.stepper.close()
 
     # A micro-batch.
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None = None
     ) -> torch.Tensor:
+        state = self._halfstep
         is_last = self.accelerator.sync_gradients
         step = super().training_step
+        # What generates its inputs, as GRPO does, does it for the mode that the model is in; and only once, so that a
+        # replay sees the same inputs and the same random state.
+        model.train()
+        if callable(train := getattr(self.optimizer, "train", None)):
+            train()
+        with self.accelerator.region():
+            prepared = super()._prepare_inputs(inputs)
+        losses: list[torch.Tensor] = []
+        counted = Bookkeeping(self, self.state)
 
         def closure() -> tuple[torch.Tensor, float]:
-            with self.accelerator.holding() as held:
+            is_replay, is_over = bool(losses), state.prepared is None
+            now = Bookkeeping(self, self.state) if is_over else None
+            if is_replay:
+                counted.restore()
+            with self._given(prepared), self.accelerator.holding() as held, state.inside():
                 losses.append(step(model, inputs, num_items_in_batch))
+            if now is not None:
+                now.restore()  # only looked at once more, after the window's end
             if len(held) != 1:
-                raise HalfstepError("TODO", "TODO", "TODO")
+                raise HalfstepError(
+                    f"{type(self).__name__}.training_step with {len(held)} calls of accelerator.backward",
+                    "a micro-batch is one loss, differentiated by accelerator.backward(loss)",
+                    "Add the losses up and call it once; for a loop of another kind use halfstep.Stepper itself.",
+                )
             # The Trainer has divided the loss by what the window holds: the counts of a window add up to 1.
             return held[0], float(is_last)
 
-        self._prepared_inputs, losses = [], []
-        try:
+        with self._given(prepared):
             self.stepper.step(closure, is_last=is_last)
-        finally:
-            self._prepared_inputs = None
         return losses[-1]
 
+    @contextmanager
+    def _given(self, prepared: Any) -> Iterator[None]:
+        """Inside, the inputs are those that were prepared before."""
+        before, self._halfstep.prepared = self._halfstep.prepared, (prepared,)
+        try:
+            yield
+        finally:
+            self._halfstep.prepared = before
+
     def _prepare_inputs(self, inputs: Any) -> Any:
-        """Once a micro-batch: a replay must see the same inputs, and some trainers generate them."""
-        if self._prepared_inputs is None:
+        if self._halfstep.prepared is None:
             return super()._prepare_inputs(inputs)
-        if not self._prepared_inputs:
-            self._prepared_inputs.append(super()._prepare_inputs(inputs))
-        prepared = self._prepared_inputs[0]
-        return dict(prepared) if isinstance(prepared, dict) else prepared  # compute_loss pops labels
+        (prepared,) = self._halfstep.prepared
+        # compute_loss pops labels.
+        return _copied(prepared) if isinstance(prepared, Mapping) else prepared
 
     def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> AbstractContextManager[Any]:
-        if torch.is_grad_enabled():
-            return nullcontext()  # the Stepper has opened it
-        return self.stepper.region
+        return self.accelerator.region()
+
+    # Logs.
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        intervals = self._halfstep.intervals
+        if {"loss", "learning_rate"} <= logs.keys():
+            interval = intervals.current()
+            logs |= {
+                "loss_scale": interval.scale,
+                "skipped_steps": interval.num_skipped,
+                "replays": interval.num_replays,
+            }
+        elif "train_loss" in logs:
+            total = intervals.total()
+            logs |= {"train_skipped_steps": total.num_skipped, "train_replays": total.num_replays}
+        super().log(logs, start_time)
+
+    def _maybe_log_save_evaluate(self, tr_loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        last, total = self._globalstep_last_logged, self._total_loss_scalar
+        super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)
+        if self._globalstep_last_logged != last:
+            tr_loss.zero_()  # the Trainer subtracts it from itself, which leaves a NaN one
+            if not math.isfinite(self._total_loss_scalar):
+                self._total_loss_scalar = total + self._halfstep.intervals.current().finite_loss
+            self._halfstep.intervals.end()
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        """``train_loss`` is the mean over the steps whose loss is finite."""
+        intervals = self._halfstep.intervals
+        if not math.isfinite(self._tr_loss.item()):
+            self._tr_loss.fill_(intervals.current().finite_loss)
+        total = intervals.total()
+        if total.num_finite < total.num_steps:
+            loss = self._total_loss_scalar + self._tr_loss.item()
+            self._total_loss_scalar = loss * total.num_steps / total.num_finite if total.num_finite else math.nan
+            self._tr_loss.zero_()
+        return super()._finalize_training(*args, **kwargs)
+
+    # Checkpoints.
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        state = self._halfstep
+        step = self.state.global_step
+        final = Path(self._get_output_dir(trial)) / f"{transformers.trainer.PREFIX_CHECKPOINT_DIR}-{step}"
+        state.staging = staging = Staging(final, self.args.should_save)
+        self.accelerator.wait_for_everyone()  # one has removed what was left there
+
+        def save_to_json(path: str) -> None:
+            """The last file of a checkpoint."""
+            if self.state.best_global_step == step:
+                self.state.best_model_checkpoint = str(final)  # it has no name yet by which the Trainer could find it
+            type(self.state).save_to_json(self.state, str(staging.part / Path(path).name))
+            staging.publish()
+
+        try:
+            with staging.writing(), mock.patch.object(self.state, "save_to_json", save_to_json):
+                super()._save_checkpoint(model, trial)
+        finally:
+            state.staging = None
+        self.accelerator.wait_for_everyone()
+
+    def _place(self, folder: str | None) -> Any:
+        return self._halfstep.staging.place(folder) if self._halfstep.staging else folder
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        super().save_model(self._place(output_dir), _internal_call)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """Weights in 16 bit with rests beside them are written exactly, as fp32."""
+        if state_dict is not None or not self.accelerator.has_stepper or not self.stepper.masters:
+            super()._save(output_dir, state_dict)
+            return
+        super()._save(output_dir, self.stepper.fp32_state_dict())
+        config = getattr(self.accelerator.unwrap_model(self.model), "config", None)
+        folder = Path(output_dir or self.args.output_dir)
+        if self.args.should_save and isinstance(config, transformers.PreTrainedConfig):
+            config.dtype = "float32"  # by which from_pretrained would round them
+            if (folder / "config.json").is_file():
+                config.save_pretrained(folder)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(self._place(output_dir))
+
+    def _save_scaler(self, output_dir: str) -> None:
+        super()._save_scaler(self._place(output_dir))
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """The last that every rank writes; with it the Stepper's state."""
+        folder = self._place(output_dir)
+        super()._save_rng_state(folder)
+        torch.save(self.stepper.state_dict(), self._state_file(folder))
+        self.accelerator.wait_for_everyone()
+
+    def _state_file(self, folder: str) -> Path:
+        rank = f"_{self.args.process_index}" if self.args.world_size > 1 else ""
+        return Path(folder) / f"halfstep{rank}.pt"
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            assert self.stepper, "built now, so that it keeps the formats of the states that are loaded"
+        super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        """The last that is loaded, when there is a Stepper."""
+        super()._load_scaler(checkpoint)
+        if checkpoint is None:
+            return
+        if not (file := self._state_file(checkpoint)).is_file():
+            what = "the loss scale starts afresh" if self.stepper.scale.kind != "none" else "its counters start afresh"
+            warnings.warn(f"{checkpoint} holds no {file.name}, so that {what}.", stacklevel=2)
+            return
+        if self.stepper.masters and not (self.is_fsdp_enabled or self.is_deepspeed_enabled):
+            self._load_from_checkpoint(checkpoint)  # again, now that there are rests to take what 16 bit cannot hold
+        self.stepper.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
+        self.stepper.drop()  # the Trainer goes on at the beginning of a window
+
+
+def _copied(inputs: Any) -> Any:
+    """As the Trainer makes such a thing anew."""
+    return type(inputs)({**inputs})
+
+
+class _Accelerator(Accelerator):
+    """What the Trainer makes: its loss is computed inside the region, and what models return is fp32 all the same."""
+
+    def __init__(self, state: _State, **kwargs: Any) -> None:
+        self._state = state
+        self.adopted: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        super().__init__(**kwargs, opens_regions=False)  # by itself
+
+    @property
+    def has_stepper(self) -> bool:
+        return bool(self._steppers)
+
+    def adopt(self, model: nn.Module) -> None:
+        """Let calls of ``model`` open regions of this accelerator, and of no earlier one."""
+        super()._adopt(model)
+        self.adopted.add(model)
+        if model in self._regions:
+            return
+        if (opened := _opened_by.get(model)) is not None and (earlier := opened()) is not None:
+            earlier.remove()
+        self._regions[model] = regions = OpenRegions(model, self.region)
+        _opened_by[model] = weakref.ref(regions)
+
+    _adopt = adopt
+
+    def region(self) -> AbstractContextManager[Any]:
+        """The region, unless it is open. Without gradients a new one, since casts that are made there have none."""
+        if not torch.is_grad_enabled():
+            return self._formats().evaluation()
+        return nullcontext() if self._state.is_inside else self._opened()
+
+    @contextmanager
+    def _opened(self) -> Iterator[None]:
+        with self._state.inside(), self._formats():
+            yield
+
+
+_opened_by: weakref.WeakKeyDictionary[nn.Module, weakref.ref[OpenRegions]] = weakref.WeakKeyDictionary()
+"""Who hooks a model: of several trainers over one, each after the other, it is the last."""
+
+
+class _State:
+    """What the mixin keeps, in one place, so that a trainer's own attributes are all that a replay has to restore.
+
+    is_inside: whether the region is open. prepared: the inputs of the micro-batch that is running.
+    """
+
+    def __init__(self, policy: str | Policy | None) -> None:
+        self.policy = policy
+        self.requested: str | Policy = "auto"
+        self.settings: dict[str, Any] = {}
+        self.intervals = Intervals()
+        self.exact: Mapping[torch.Tensor, torch.Tensor] = {}
+        self.is_inside = False
+        self.prepared: tuple[Any] | None = None
+        self.staging: Staging | None = None
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        before, self.is_inside = self.is_inside, True
+        try:
+            yield
+        finally:
+            self.is_inside = before
