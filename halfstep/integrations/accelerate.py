@@ -42,6 +42,7 @@ from halfstep.integrations.accelerate_request import (
     requested_policy,
     without_replay,
 )
+from halfstep.integrations.accelerate_shards import own_sharding, use_shards
 from halfstep.integrations.accelerate_state import LoopState
 from halfstep.integrations.regions import OpenRegions
 from halfstep.policy import Policy
@@ -82,6 +83,7 @@ class Accelerator(accelerate.Accelerator):
         check_state()
         # Not None, which would ask the environment that a launcher has set.
         super().__init__(*args, **kwargs, mixed_precision="no")
+        use_shards(self.state, kwargs.get("fsdp_plugin"))
         self._opens_regions = opens_regions
         self._settings: dict[str, Any] = {
             "keep_casts": keep_casts,
@@ -110,7 +112,14 @@ class Accelerator(accelerate.Accelerator):
         for each in args:
             if isinstance(each, nn.Module) and each not in self._regions:
                 check_model(each)
-        return super().prepare(*args, **kwargs)
+        if not self.is_fsdp2:
+            return super().prepare(*args, **kwargs)
+        with own_sharding(self._policy):
+            prepared = super().prepare(*args, **kwargs)
+        for each in prepared if isinstance(prepared, list | tuple) else [prepared]:
+            if isinstance(each, nn.Module):
+                self._adopt(each)
+        return prepared
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -365,17 +374,23 @@ class Accelerator(accelerate.Accelerator):
 
     # State.
 
+    def save_state(self, *args: Any, **kwargs: Any) -> Any:
+        """As Accelerate's, with the state of the Steppers."""
+        with self._plain_optimizers():
+            return super().save_state(*args, **kwargs)
+
     def load_state(self, *args: Any, **kwargs: Any) -> None:
         """As Accelerate's; the Steppers go on where they were, in the middle of a window too."""
+        with self._plain_optimizers():
+            super().load_state(*args, **kwargs)
+
+    @contextmanager
+    def _plain_optimizers(self) -> Iterator[None]:
         self._build()
         with ExitStack() as stack:
             for optimizer in self._optimizers:
                 stack.enter_context(optimizer.plain())
-            super().load_state(*args, **kwargs)
-
-    def save_state(self, *args: Any, **kwargs: Any) -> Any:
-        self._build()
-        return super().save_state(*args, **kwargs)
+            yield
 
     def free_memory(self, *objects: Any) -> Any:
         """As Accelerate's. The models are as they were before, and the logs are complete."""
