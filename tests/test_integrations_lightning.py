@@ -8,7 +8,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from reference.lightning_net import FILTERS, QUIET, Net, body, data, fit, loss_of, weights
 
 import halfstep
-from halfstep import HalfstepError, ScaleExhausted, StepReport, Stepper
+from halfstep import HalfstepError, ScaleExhausted, Stepper, StepReport
 from halfstep.events import Promotion
 from halfstep.integrations.lightning import Precision
 
@@ -258,10 +258,9 @@ def test_a_pass_without_gradients_in_a_training_step_takes_none_from_the_next():
 
 def test_replay_that_cannot_be_is_said_once():
     plugin = Precision("fp16")
-    with pytest.warns(UserWarning, match="on_overflow=replay is skip") as caught:
-        trainer = fit(Net(), plugin)
+    with pytest.warns(UserWarning, match="on_overflow=replay is skip"):
         fit(Net(), plugin)
-    assert len([w for w in caught if "on_overflow" in str(w.message)]) == 1
+    trainer = fit(Net(), plugin)  # a second warning would be an error
     assert (plugin.info.requested, plugin.info.effective) == ("fp16", FP16)
     assert "runs a training step once" in plugin.info.reason
     assert trainer.precision == FP16

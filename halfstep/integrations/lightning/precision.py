@@ -33,7 +33,7 @@ from halfstep.stepper import Event
 from halfstep.watch.settings import Watch
 
 
-class Precision(LightningPrecision):  # type: ignore[misc]
+class Precision(LightningPrecision):
     """``Trainer(plugins=Precision("auto"))`` and ``Fabric(plugins=Precision("bf16"))``: a loop's steps by a Stepper.
 
     policy: text or Policy; ``auto`` picks by the device and says why in :attr:`info`.
@@ -118,15 +118,17 @@ class Precision(LightningPrecision):  # type: ignore[misc]
         return self._windows
 
     def _count(self, optimizer: Optimizer) -> float:
-        is_divided = self._trainer is not None and self._trainer.lightning_module.automatic_optimization
-        return self._steps.count(optimizer, self._trainer.accumulate_grad_batches if is_divided else None)
+        trainer, whole = self._trainer, None
+        if trainer is not None and trainer.lightning_module.automatic_optimization:
+            whole = trainer.accumulate_grad_batches
+        return self._steps.count(optimizer, whole)
 
     # The Trainer: before a run, and after it.
 
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
-        module = model if isinstance(model, LightningModule) else model.module
+        module: Any = model if isinstance(model, LightningModule) else model.module
         trainer = self._trainer = module.trainer
         _check_strategy(type(trainer.strategy).__name__)
         if trainer.state.fn == "fit":
@@ -157,7 +159,7 @@ class Precision(LightningPrecision):  # type: ignore[misc]
         if self._is_looking:  # a diagnosis opens its own region
             yield
             return
-        with self._steps.first.forward(is_last=self._is_last):
+        with self._steps.forward(is_last=self._is_last):
             yield
 
     @property
@@ -174,7 +176,7 @@ class Precision(LightningPrecision):  # type: ignore[misc]
         if self._windows is None and self._region is None:
             self._begin_fabric()
         if self._windows and torch.is_grad_enabled():
-            return self._windows.first.forward(is_last=True)
+            return self._windows.forward(is_last=True)
         return self._evaluation()
 
     @contextmanager
@@ -261,7 +263,7 @@ class Precision(LightningPrecision):  # type: ignore[misc]
             windows.end(optimizer, self._count(optimizer))
             if self._trainer is not None and not model.automatic_optimization:
                 # The next forward pass of this training step belongs to the next window.
-                windows.first.forward(is_last=True)
+                windows.forward(is_last=True)
         return result
 
     def _look(self, run: Callable[[], Any]) -> torch.Tensor:
@@ -298,10 +300,14 @@ class Precision(LightningPrecision):  # type: ignore[misc]
             self.clip_grad_by_value(optimizer, clip_val)
 
     def main_params(self, optimizer: Optimizer) -> Iterator[torch.Tensor]:
-        """What Lightning clips: nothing in a window that will be skipped, where its clip would raise an error."""
+        """What Lightning clips: a zero in a window that will be skipped, where its clip would raise an error."""
         optimizer = _unwrapped(optimizer)
-        if self._unscale(optimizer):
+        if self._unscale(optimizer) or not self._steps.holds(optimizer):
             yield from super().main_params(optimizer)
+        else:
+            nothing = torch.zeros((), device=self._steps.first.region.device)
+            nothing.grad = torch.zeros_like(nothing)
+            yield nothing
 
     # State.
 

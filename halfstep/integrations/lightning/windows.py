@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 from halfstep.closure import needs_closure
 from halfstep.errors import HalfstepError
 from halfstep.events import RunInfo, StepReport
-from halfstep.gradients import gradients_of
+from halfstep.gradients import Gradients, gradients_of, put_gradients, take_gradients
 from halfstep.hardware import Hardware, detect
 from halfstep.policy import Policy, resolve
 from halfstep.ranks.contract import Contract
-from halfstep.region import device_of
+from halfstep.region import Region, device_of
 from halfstep.stepper import Event, Stepper
 from halfstep.watch.settings import Watch
 
@@ -60,6 +60,7 @@ class Windows:
         self._num_losses: dict[Stepper, int] = {}
         self._reports: dict[Optimizer, StepReport] = {}
         self._pending: Sequence[Mapping[str, Any]] = ()
+        self._loaded: Gradients = {}
         self._carrier: Stepper | None = None
         self.report: StepReport | None = None
         if optimizers is None:
@@ -148,6 +149,11 @@ class Windows:
 
     # A micro-batch, and the end of a window.
 
+    def forward(self, *, is_last: bool) -> Region:
+        """The region of a forward pass; begins a micro-batch where none has begun."""
+        self._put_loaded()
+        return self.first.forward(is_last=is_last)
+
     def backward(
         self, loss: torch.Tensor, *, is_last: bool, retain_graph: bool, again: Callable[[], torch.Tensor] | None
     ) -> None:
@@ -156,7 +162,7 @@ class Windows:
             if num and not gradients_of(stepper.optimizer):
                 stepper.drop()  # somebody has called zero_grad()
                 self._num_losses[stepper] = 0
-        self.first.forward(is_last=is_last)  # begins what has not begun; its region is not opened
+        self.forward(is_last=is_last)  # begins what has not begun; its region is not opened
         # In manual optimization the region of the training step is open around this, and backward runs without.
         with torch.autocast(self.first.region.device.type, enabled=False):
             self.first.backward(loss, retain_graph=retain_graph, again=again)
@@ -206,6 +212,7 @@ class Windows:
 
     def state_dict(self) -> dict[str, Any]:
         """The state of every Stepper, also in the middle of a window."""
+        self._put_loaded()
         steppers = [stepper.state_dict() for stepper in self._steppers.values()]
         return {"policy": str(self.first.policy), "scale": self.first.scale.state_dict(), "steppers": steppers,
                 "num_losses": [self._num_losses[stepper] for stepper in self._steppers.values()]}  # fmt: skip
@@ -231,3 +238,10 @@ class Windows:
         for stepper, saved, num in zip(self._steppers.values(), steppers, num_losses, strict=False):
             stepper.load_state_dict(saved)
             self._num_losses[stepper] = num
+            # The Trainer clears gradients once more before it begins.
+            self._loaded |= take_gradients(stepper.optimizer)
+
+    def _put_loaded(self) -> None:
+        if self._loaded:
+            put_gradients(self._loaded)
+            self._loaded = {}
