@@ -22,6 +22,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Self
 
@@ -121,15 +122,9 @@ class Region:
         _restore_autocast(self.device.type, autocast, self._casts.kept)
         self._finish(begun)
 
-    @contextlib.contextmanager
-    @untraced
-    def backward(self) -> Iterator[None]:
+    def backward(self) -> AbstractContextManager[None]:
         """What a backward pass of this region needs while it runs: its rules for recomputation, and cpu16."""
-        saved = self._begin()
-        try:
-            yield
-        finally:
-            self._finish(saved)
+        return _Backward(self)
 
     @contextlib.contextmanager
     @untraced
@@ -164,7 +159,10 @@ class Region:
 
     @untraced
     def _finish(self, tf32: tuple[bool, bool] | None) -> None:
-        del _opened[len(_opened) - 1 - _opened[::-1].index(self)]
+        if _opened[-1] is self:
+            _opened.pop()
+        else:
+            del _opened[len(_opened) - 1 - _opened[::-1].index(self)]
         if _opened:
             _opened[-1]._switch_on()
         else:
@@ -200,6 +198,24 @@ class Region:
         self.policy = self.policy.in_fp32([module])
         reason = f"{self.info.reason}; {module} was promoted to fp32 during the run"
         self.info = replace(self.info, effective=str(self.policy), reason=reason)
+
+
+class _Backward:
+    """A backward pass of ``region``; a class, since a generator's context takes longer, in every micro-batch."""
+
+    __slots__ = ("_begun", "_region")
+
+    def __init__(self, region: Region) -> None:
+        self._region = region
+        self._begun: tuple[bool, bool] | None = None
+
+    @untraced
+    def __enter__(self) -> None:
+        self._begun = self._region._begin()
+
+    @untraced
+    def __exit__(self, *exception: object) -> None:
+        self._region._finish(self._begun)
 
 
 class _HeldCasts:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TypeVar
 
 from halfstep.errors import HalfstepError
 from halfstep.events import Alert
@@ -21,6 +22,7 @@ from halfstep.watch.notify import Notifier
 from halfstep.watch.settings import Watch
 
 logger = logging.getLogger("halfstep")
+T = TypeVar("T")
 
 
 class Session:
@@ -91,7 +93,7 @@ class Session:
         """Keep ``entry`` and judge it: its alerts, which the caller may tell on."""
         with self._lock:
             self._put(entry)
-            alerts = self._judge(lambda: self.guard.see(entry))
+            alerts = self._judge(self.guard.see, entry)
         self._tell(alerts)
         return alerts
 
@@ -117,12 +119,12 @@ class Session:
         if self._log:
             self._log.put(entry)
 
-    def _judge(self, judge: Callable[[], list[Alert]]) -> list[Alert]:
+    def _judge(self, judge: Callable[[T], list[Alert]], what: T) -> list[Alert]:
         """The guard's alerts, which are in the log then. A guard that fails says so once, and judges no more."""
         if not (self._is_open and self._is_judging):
             return []
         try:
-            alerts = judge()
+            alerts = judge(what)
         except Exception:
             self._is_judging = False
             logger.exception("the guard has a fault of its own and judges no more; the run and its log go on")
@@ -143,7 +145,7 @@ class Session:
 
     def _tick(self) -> None:
         with self._lock:
-            alerts = self._judge(lambda: self.guard.tick(time.time()))
+            alerts = self._judge(self.guard.tick, time.time())
         self._tell(alerts)
         tell = self._on_alert()
         for alert in alerts:
