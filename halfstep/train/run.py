@@ -12,7 +12,7 @@ from transformers import PrinterCallback
 from halfstep.hardware import detect
 from halfstep.interruption import Interruption
 from halfstep.policy import resolve
-from halfstep.train.adapters import adapt
+from halfstep.train.adapters import adapt, check_packages
 from halfstep.train.dataset import read
 from halfstep.train.defaults import with_defaults
 from halfstep.train.folder import folder_of, last_checkpoint
@@ -34,6 +34,7 @@ def train(settings: Settings, show: Show = lambda text, step, total: None) -> Tr
     _quiet()
     device = settings.device or ("cuda" if torch.cuda.is_available() else "cpu")
     policy = resolve(parse_policy(settings.policy), detect(device))[0]
+    check_packages(settings)
     folder = folder_of(settings)
     checkpoint = last_checkpoint(folder) if settings.resume else None
     show("reading data", 0, settings.steps)
@@ -41,7 +42,7 @@ def train(settings: Settings, show: Show = lambda text, step, total: None) -> Tr
     loaded = load(settings.model, data, settings.seed)
     settings = with_defaults(settings, loaded.context)
     lengths = check_lengths(data, loaded.tokenizer, settings.max_length)
-    adapted = adapt(loaded.model, settings, policy)
+    adapted = adapt(loaded.model, settings, policy, device)
     observer = Observer()
     trainer = make_trainer(settings, loaded, adapted, data, parse_policy(settings.policy), folder, observer)
     with Interruption(waits_alone=True) as interruption:

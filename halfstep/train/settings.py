@@ -15,12 +15,13 @@ from halfstep.train.forms import TASKS
 
 OPTIMIZERS = {
     "adamw": "adamw_torch_fused",
-    "adamw8bit": "adamw_torch_8bit",
+    "adamw8bit": "adamw_bnb_8bit",
     "adamw4bit": "adamw_torch_4bit",
     "sgd": "sgd",
     "adafactor": "adafactor",
 }
-"""Names of --optimizer, and what transformers calls them. Those of few bits are torchao's."""
+"""Names of --optimizer, and what transformers calls them. Of 8 bits it is bitsandbytes', which compiles nothing at its
+first step; of 4 bits torchao's."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import trl
 from halfstep.errors import HalfstepError
 from halfstep.integrations.transformers import PrecisionMixin
 from halfstep.policy import Policy
-from halfstep.train.adapters import Adapted
+from halfstep.train.adapters import Adapted, drop_copy
 from halfstep.train.dataset import Data
 from halfstep.train.losses import ChunkedDPO, ChunkedKTO, ChunkedSFT
 from halfstep.train.observer import Observer
@@ -50,7 +50,7 @@ def make_trainer(
     """The trainer of ``settings``, which are whole. ``adapted`` is what became of ``loaded.model``."""
     kind, _ = _KINDS[settings.task]
     reference = {} if adapted.reference is None else {"ref_model": adapted.reference}
-    return kind(
+    trainer = kind(
         adapted.model,
         **reference,
         args=arguments(settings, folder),
@@ -61,6 +61,8 @@ def make_trainer(
         log=folder,
         sinks=(observer,),
     )
+    drop_copy(adapted.model)
+    return trainer
 
 
 def arguments(settings: Settings, folder: Path) -> Any:
