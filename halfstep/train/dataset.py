@@ -51,9 +51,11 @@ class Data:
 
     def __str__(self) -> str:
         held_out = len(self.evaluation) if self.evaluation is not None else "none"
-        kind = "messages" if self.is_conversational else "text"
-        form = f"{' + '.join(self.columns)} of {kind}"
-        return f"{self.source}: {len(self.train)} examples ({form}), {held_out} held out"
+        form = " + ".join(self.columns)
+        if self.is_conversational and self.columns != ("messages",):
+            form += " in messages"
+        num = len(self.train)
+        return f"{self.source}: {num} {'example' if num == 1 else 'examples'} of {form}, {held_out} held out"
 
     def texts(self) -> Iterator[str]:
         """Every text that is trained on, in order; what a tokenizer is trained on."""
@@ -75,7 +77,7 @@ def read(task: str, data: str, evaluation: str | None = None, held_out: float = 
     """
     assert task in TASKS, task
     if not 0 <= held_out < 1:
-        raise HalfstepError(f"held_out={held_out:g}", "it is a share of the examples", "Use 0.05 for one in twenty.")
+        raise HalfstepError(f"held_out={held_out:g}", "it is a share of the examples, from 0 to below 1", "Use 0.05.")
     if data == "builtin":
         records = ((record, line, line, group) for record, line, group in builtin.rows(task))
         table, checker, notes, groups = _collect(task, records, builtin.SOURCE)
@@ -130,6 +132,7 @@ def _collect(
     """The rows of all records, once, as Arrow, and the group of each."""
     import pyarrow as pa
     from datasets import Dataset
+    from datasets.fingerprint import generate_random_fingerprint
 
     checker, batches, groups = Checker(task), [], array("q")
     batch: list[Row] = []
@@ -144,7 +147,9 @@ def _collect(
         raise HalfstepError(f"data {source}", "it is empty", "Give data with at least one example.")
     if batch:
         batches.append(pa.RecordBatch.from_pylist(batch, _schema(checker)))
-    return Dataset(pa.Table.from_batches(batches)), checker, _notes(checker), groups
+    # Without a fingerprint it pickles the whole table to make one of it.
+    table = Dataset(pa.Table.from_batches(batches), fingerprint=generate_random_fingerprint())
+    return table, checker, _notes(checker), groups
 
 
 def _schema(checker: Checker) -> Any:
@@ -161,7 +166,8 @@ def _notes(checker: Checker) -> list[str]:
     if checker.unused:
         notes.append(f"Columns that are not used: {and_more(sorted(checker.unused))}.")
     if checker.num_alike:
-        notes.append(f"{checker.num_alike} pairs have the same chosen and rejected answer: they teach nothing.")
+        pairs = "1 pair has" if checker.num_alike == 1 else f"{checker.num_alike} pairs have"
+        notes.append(f"{pairs} the same chosen and rejected answer, which teaches nothing.")
     if "label" in checker.columns and not (checker.num_good and checker.num_bad):
         kind, lacking = ("good", "bad") if checker.num_good else ("bad", "good")
         notes.append(f"Every completion is labelled {kind}: without {lacking} ones KTO has nothing to tell apart.")

@@ -29,31 +29,39 @@ class Lengths:
     def notes(self) -> tuple[str, ...]:
         if not self.num_cut:
             return ()
-        return (
-            f"{self.num_cut} examples are longer than --max-length {self.max_length} and are cut there; "
-            f"the longest has {self.longest} tokens.",
-        )
+        are = "1 example is" if self.num_cut == 1 else f"{self.num_cut} examples are"
+        is_cut = "is cut" if self.num_cut == 1 else "are cut"
+        longest = f"the longest has {self.longest} tokens"
+        return (f"{are} longer than --max-length {self.max_length} and {is_cut} there; {longest}.",)
 
 
-def check_lengths(data: Data, tokenizer: PreTrainedTokenizerBase, max_length: int) -> Lengths:
+def check_lengths(
+    data: Data, tokenizer: PreTrainedTokenizerBase, max_length: int, context: int | None = None
+) -> Lengths:
     """Count the tokens of every example; HalfstepError if a prompt leaves no room for any token of its answer.
 
     TRL leaves such an example out without a word. An answer that is too long is cut at ``max_length``, and counted.
-    A text to pretrain on is packed into the context and never cut.
+    A text to pretrain on is packed into the context and never cut. ``context`` is what the model takes at most.
     """
-    longest = num_tokens = num_cut = num_full = 0
+    if context is not None and max_length > context:
+        why = f"the model takes {context} tokens"
+        raise HalfstepError(f"--max-length {max_length}", why, f"Use {context} or less.")
+    longest = num_tokens = num_cut = num_full = longest_prompt = 0
     first: tuple[str, int] | None = None
     for part in (data.train, data.evaluation):
         for line, num_prompt, num in _counted(part, data, tokenizer) if part is not None else ():
             longest, num_tokens = max(longest, num), num_tokens + num
+            longest_prompt = max(longest_prompt, num_prompt)
             num_cut += num > max_length and data.task != "pretrain"
             if num_prompt >= max_length:
                 first, num_full = first or (line, num_prompt), num_full + 1
     if first is not None:
         line, num = first
-        others = f", as in {num_full - 1} more" if num_full > 1 else ""
+        more = num_full - 1
+        others = f", as {more} more {'has' if more == 1 else 'have'} too many" if more else ""
         why = f"its prompt has {num} tokens{others}, and --max-length {max_length} leaves none for the answer"
-        raise HalfstepError(_where(line), why, "Raise --max-length, or shorten the prompt or leave the line out.")
+        fix = f"Use --max-length {longest_prompt + 1} or more, shorten such prompts, or leave the lines out."
+        raise HalfstepError(_where(line), why, fix)
     return Lengths(max_length, longest, num_tokens, num_cut)
 
 

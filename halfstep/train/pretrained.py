@@ -48,15 +48,12 @@ def load(name: str, data: Data, seed: int = 0) -> Loaded:
     words = _tokenizer(name)
     model = _model(name, config)
     notes = []
-    if words.pad_token is None:
-        if words.eos_token is None:
-            raise HalfstepError(f"model {name}", "its tokenizer has neither a pad nor an eos token", "Set eos_token.")
-        words.pad_token = words.eos_token
-        notes.append(
-            f"The tokenizer has no pad token: its eos token {words.eos_token!r} pads. It is masked, not learned."
-        )
     if words.eos_token is None:
         raise HalfstepError(f"model {name}", "its tokenizer has no eos token, which ends an answer", "Set eos_token.")
+    if words.pad_token is None:
+        words.pad_token = words.eos_token
+        # TRL masks padding by its place, not by its token, so that an eos which ends an answer is still learned.
+        notes.append(f"The tokenizer has no pad token: its eos token {words.eos_token!r} pads, which changes no loss.")
     rows = model.get_input_embeddings().weight.shape[0]
     if len(words) > rows:
         why = f"its tokenizer has {len(words)} tokens and the model {rows} embeddings"
@@ -117,10 +114,12 @@ def _model(name: str, config: Any) -> Any:
 
 
 def _refused(name: str, path: Path, part: str, error: Exception) -> HalfstepError:
-    said = (str(error).strip().splitlines() or [""])[0]
+    said = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
     if path.is_dir():
-        return HalfstepError(f"model {name}", f"{part} cannot be loaded: {said.rstrip('.')}", "Look at its files.")
-    why = f"there is no such folder, and as a name on the hub {part} cannot be loaded: {said.rstrip('.')}"
-    return HalfstepError(
-        f"model {name}", why, "Give tiny, a folder that save_pretrained wrote, or mend the connection."
-    )
+        return HalfstepError(f"model {name}", f"{part} cannot be loaded: {said}", "Look at its files.")
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        fix = "Give tiny, or a folder that save_pretrained wrote."
+        return HalfstepError(f"model {name}", "there is no such folder", fix)
+    why = f"there is no such folder, and the hub did not give it: {said}"
+    fix = "Give tiny, a folder that save_pretrained wrote, or a name of the hub while it can be reached."
+    return HalfstepError(f"model {name}", why, fix)

@@ -13,6 +13,7 @@ TEXT = (".txt", ".py", ".md")
 """Files of plain text, which pretraining takes."""
 
 _PIECE = 16_384  # characters
+_GIVE = "Give FILE.jsonl, a folder of such files, or builtin."
 
 
 def find(task: str, data: str) -> list[Path]:
@@ -25,10 +26,12 @@ def find(task: str, data: str) -> list[Path]:
             inside = [file.relative_to(path) for file in path.rglob("*") if file.suffix in kinds and file.is_file()]
             files = [path / file for file in sorted(inside) if not any(part.startswith(".") for part in file.parts)]
             if not files:
-                raise HalfstepError(f"data {data}", f"{task} reads {takes}, and the folder has none", "Put some there.")
+                raise HalfstepError(
+                    f"data {data}", f"{task} reads {takes}, and the folder has none", "Give one that has, or builtin."
+                )
             return files
         if not path.exists():
-            raise HalfstepError(f"data {data}", "there is no such file or folder", "Give FILE.jsonl, DIR or builtin.")
+            raise HalfstepError(f"data {data}", "there is no such file or folder", _GIVE)
     except OSError as error:
         raise _unreadable(path, error) from None
     if path.suffix == ".jsonl" or (path.suffix in TEXT and task == "pretrain"):
@@ -48,7 +51,7 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
             continue
         where = f"{path} line {number}"
         try:
-            value = json.loads(line)
+            value = json.loads(line.rstrip("\r\n"))
         except json.JSONDecodeError as error:
             whole = " The file is one list: write one object a line." if line.strip() == "[" and number == 1 else ""
             why = f"it is not JSON: {error.msg} at column {error.colno}"
@@ -61,10 +64,10 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
 def read_text(path: Path, num_bytes: int) -> Iterator[tuple[int, str]]:
     """Pieces of a text, each with the number of its first line; ``num_bytes`` is how much text there is in all.
 
-    A piece has at most 16,384 characters, fewer if there would be under 20 pieces, and ends where a line ends unless
-    that line is longer. Pieces are what is held out, and a text of any size passes in little memory.
+    A piece has at most 16,384 characters, fewer in a short text, so that one in twenty can be held out, and ends where
+    a line ends unless that line is longer. A text of any size passes in little memory.
     """
-    size = max(1024, min(_PIECE, num_bytes // 20))
+    size = max(1024, min(_PIECE, num_bytes // 80))
     piece, start = "", 1
     for number, line in _lines(path):
         if piece and len(piece) + len(line) > size:
