@@ -444,10 +444,13 @@ def train(
     settings = Settings.of(task, given, config)
     _need_torch()
     _need_train()
+    from halfstep.train.quiet import quieten
+
+    quieten()
     from halfstep.train.run import train as run
 
     with _bar(0) as advance:
-        report = run(settings, lambda text, step, total: advance(text, step, total))
+        report = run(settings, advance if sys.stderr.isatty() else _in_lines())
     if _job.speaks:
         emit(report, json_file)
     raise typer.Exit(1 if report.found else 0)
@@ -482,6 +485,19 @@ def _bar(total: int) -> Iterator[Callable[..., None]]:
     finally:
         if bar.live.is_started:
             bar.stop()
+
+
+def _in_lines() -> Callable[[str, int, int | None], None]:
+    """For a run of hours whose standard error is a file: a line for each new text, by the rank that speaks."""
+    last = ""
+
+    def show(text: str, step: int, total: int | None) -> None:
+        nonlocal last
+        if text != last and _job.speaks:
+            print(f"step {step} of {total}: {text}" if step else text, file=sys.stderr)
+        last = text
+
+    return show
 
 
 def _names(text: str) -> list[str]:

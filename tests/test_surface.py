@@ -7,6 +7,7 @@ from commands import callbacks
 
 import halfstep
 from halfstep import events, policy
+from halfstep.train.settings import Settings
 from halfstep.workload import Workload
 
 RECORDS = (events.Overflow, events.Promotion, events.Alert)
@@ -179,6 +180,12 @@ def test_flags():
             "device",
             "json_file",
             "html_file",
+        ],
+        "train": [
+            "task",
+            "config",
+            *(field.name for field in dataclasses.fields(Settings) if field.name != "task"),
+            "json_file",
         ],
         "plan": [
             "model",

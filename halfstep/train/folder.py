@@ -27,7 +27,7 @@ def folder_of(settings: Settings) -> Path:
             )
         return folder
     name = f"{settings.task}-{Path(settings.model).name}"
-    taken = []
+    taken: list[Path] = []
     while (folder := _RUNS / (f"{name}-{len(taken) + 1}" if taken else name)).exists():
         taken.append(folder)
     return taken[-1] if settings.resume and taken else folder

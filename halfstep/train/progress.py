@@ -14,7 +14,7 @@ Show = Callable[[str, int, int | None], None]
 """Told what happens, in words, after how many steps, and of how many."""
 
 
-class Progress(TrainerCallback):  # type: ignore[misc]
+class Progress(TrainerCallback):
     """Shows each step, and stops at the end of one in which Ctrl-C came, with a checkpoint.
 
     stopped_at: that step, None where nothing stopped the run.

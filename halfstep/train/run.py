@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import time
 
-import datasets
 import torch
-import transformers
 from transformers import PrinterCallback
 
 from halfstep.hardware import detect
 from halfstep.interruption import Interruption
-from halfstep.policy import resolve
+from halfstep.policy import Policy, resolve
 from halfstep.train.adapters import adapt, check_packages
 from halfstep.train.dataset import read
 from halfstep.train.defaults import with_defaults
@@ -20,7 +18,7 @@ from halfstep.train.lengths import check_lengths
 from halfstep.train.observer import Observer, ends_of
 from halfstep.train.pretrained import load
 from halfstep.train.progress import Progress, Show
-from halfstep.train.settings import Settings, parse_policy
+from halfstep.train.settings import Settings
 from halfstep.train.train_report import TrainReport
 from halfstep.train.trainer import make_trainer
 
@@ -31,9 +29,8 @@ def train(settings: Settings, show: Show = lambda text, step, total: None) -> Tr
     What cannot be trained is refused before anything is written: a HalfstepError in one line.
     show: told what happens.
     """
-    _quiet()
     device = settings.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    policy = resolve(parse_policy(settings.policy), detect(device))[0]
+    policy = resolve(Policy.parse(settings.policy), detect(device))[0]
     check_packages(settings)
     folder = folder_of(settings)
     checkpoint = last_checkpoint(folder) if settings.resume else None
@@ -41,10 +38,11 @@ def train(settings: Settings, show: Show = lambda text, step, total: None) -> Tr
     data = read(settings.task, settings.data, seed=settings.seed)
     loaded = load(settings.model, data, settings.seed)
     settings = with_defaults(settings, loaded.context)
+    assert settings.max_length is not None
     lengths = check_lengths(data, loaded.tokenizer, settings.max_length)
     adapted = adapt(loaded.model, settings, policy, device)
     observer = Observer()
-    trainer = make_trainer(settings, loaded, adapted, data, parse_policy(settings.policy), folder, observer)
+    trainer = make_trainer(settings, loaded, adapted, data, Policy.parse(settings.policy), folder, observer)
     with Interruption(waits_alone=True) as interruption:
         progress = Progress(show, lambda: trainer.stepper, interruption)
         trainer.add_callback(progress)
@@ -79,10 +77,3 @@ def train(settings: Settings, show: Show = lambda text, step, total: None) -> Tr
         stopped_at=progress.stopped_at,
         notes=(*data.notes, *loaded.notes, *lengths.notes, *adapted.notes),
     )
-
-
-def _quiet() -> None:
-    """One bar is ours."""
-    datasets.disable_progress_bars()
-    transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()

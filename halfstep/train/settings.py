@@ -91,7 +91,7 @@ class Settings:
             raise HalfstepError(f"quantize={self.quantize}", "weights are held in 4 bits or as they are", "Use 4bit.")
         if self.quantize and not self.lora:
             raise HalfstepError("quantize=4bit without lora", "weights of 4 bits do not train", "Add --lora.")
-        parse_policy(self.policy)
+        Policy.parse(self.policy)
         parse_options(self.options)
 
     @classmethod
@@ -101,11 +101,6 @@ class Settings:
             raise HalfstepError(f"train {task}", "no such task", f"Use {', '.join(TASKS)}.")
         values = {} if config is None else _read(config)
         return cls(task, **values | {name: value for name, value in given.items() if value is not None})
-
-
-def parse_policy(text: str) -> Policy:
-    """The policy of a text or of a file."""
-    return Policy.load(Path(text)) if text.endswith(".toml") else Policy.parse(text)
 
 
 def parse_options(text: str) -> dict[str, Any]:

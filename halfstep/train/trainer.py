@@ -21,15 +21,20 @@ from halfstep.train.pretrained import Loaded
 from halfstep.train.settings import OPTIMIZERS, Settings, parse_options
 
 
-class SFT(PrecisionMixin, ChunkedSFT, trl.SFTTrainer):  # type: ignore[misc]
+class _WithoutCard:
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """TRL's README of a checkpoint, which tells how to load it from a hub, is left out."""
+
+
+class SFT(_WithoutCard, PrecisionMixin, ChunkedSFT, trl.SFTTrainer):
     """Also for pretraining, on texts that are packed into whole contexts."""
 
 
-class DPO(PrecisionMixin, ChunkedDPO, trl.DPOTrainer):  # type: ignore[misc]
+class DPO(_WithoutCard, PrecisionMixin, ChunkedDPO, trl.DPOTrainer):
     pass
 
 
-class KTO(PrecisionMixin, ChunkedKTO, trl.KTOTrainer):  # type: ignore[misc]
+class KTO(_WithoutCard, PrecisionMixin, ChunkedKTO, trl.KTOTrainer):
     pass
 
 
