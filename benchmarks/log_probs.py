@@ -3,13 +3,13 @@
 Peak memory is that of live tensors (halfstep/compare/memory.py) beside hidden states and weight, the same on every
 machine. The bound of the full logits, in bytes: what a head under autocast returns (2 or 4 for each logit), its copy in
 fp32 (4), log_softmax, which backward needs (4), and the gradient of each of these while it is made. That of the tiles:
-two of them, the gradients of weight and hidden, which every path has, and fp32 sums of hidden's size.
+two, the gradients of weight and hidden, which every path has, and fp32 sums of hidden's size.
 
     python benchmarks/log_probs.py              the tables (about three minutes)
     python benchmarks/log_probs.py --tokens 64 --words 9000 --rounds 2     a try
 
-The largest disagreement of a token's loss is taken against the plain fp64 logits of the same rounded inputs. Half of the
-labels are ignored, as those of a prompt are.
+The largest disagreement of a token's loss is taken against the plain fp64 logits of the same rounded inputs. Half of
+the labels are ignored, as those of a prompt are.
 """
 
 from __future__ import annotations
@@ -141,7 +141,9 @@ def disagreement(tokens: int, words: int, width: int) -> None:
 
 
 def speed(tokens: int, words: int, width: int, rounds: int) -> None:
-    print(f"\ntime, forward and backward: {tokens} tokens of which half count, {words} words, width {width}")
+    # One thread: on cores that are busy with other work, two wait for each other at every small operation.
+    torch.set_num_threads(1)
+    print(f"\ntime, forward and backward, one thread: {tokens} tokens, {words} words, width {width}")
     for policy in ("fp32", "bf16"):
         case = Case(policy, tokens, words, width)
 
@@ -152,7 +154,7 @@ def speed(tokens: int, words: int, width: int, rounds: int) -> None:
         print(f" {policy}")
         for name in times:
             if name != "tiles":
-                report(times, "tiles", name, "4 products against 3 of the logits, of half the tokens")
+                report(times, "tiles", name, "bound: 4 products against 3, of half the tokens: 0.67")
 
 
 def main() -> None:
