@@ -86,6 +86,7 @@ def test_readme_commands_that_take_seconds_do_what_they_say(tmp_path, monkeypatc
         "tune": ["--steps", "3"],
         "plan": ["--policies", "fp32"],
         "measure": ["--policies", "fp32", "--repeats", "1"],
+        "train": ["--steps", "2", "--device", "cpu"],
     }
     ran = []
     for block in blocks(ROOT / "README.md", "console"):
@@ -103,7 +104,7 @@ def test_readme_commands_that_take_seconds_do_what_they_say(tmp_path, monkeypatc
             ran.append(words[1])
     explaining = ["trace", "ranges", "audit", "diff", "tune", "compare"]
     first = ["doctor", "compare", "new", "compare"]
-    assert ran == [*first, *explaining, "watch", "plan", "measure", "lint", "lint", "lint"]
+    assert ran == ["train", "train", *first, *explaining, "watch", "plan", "measure", "lint", "lint", "lint"]
     assert (tmp_path / "mine.html").stat().st_size > 1_000_000
     assert "pool" in (tmp_path / "fragile.toml").read_text()
 

@@ -94,6 +94,7 @@ def arguments(settings: Settings, folder: Path) -> Any:
         "save_total_limit": 2,
         "logging_steps": max(1, settings.steps // 20),
         "report_to": [],
+        "ddp_find_unused_parameters": False,
         "disable_tqdm": True,
         "bf16": False,  # the policy says in what is computed
         "dataloader_pin_memory": settings.device != "cpu",
