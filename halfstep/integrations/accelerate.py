@@ -19,13 +19,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import accelerate
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import AutocastKwargs
+from accelerate.utils import AutocastKwargs, DistributedType
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -44,6 +44,14 @@ from halfstep.integrations.accelerate_request import (
 )
 from halfstep.integrations.accelerate_shards import own_sharding, use_shards
 from halfstep.integrations.accelerate_state import LoopState
+from halfstep.integrations.accelerate_zero import (
+    EngineOptimizer,
+    EngineStepper,
+    check_clipping,
+    own_optimizers,
+    refuse,
+    write_policy,
+)
 from halfstep.integrations.regions import OpenRegions
 from halfstep.policy import Policy
 from halfstep.ranks.contract import DEFAULT, Contract
@@ -79,12 +87,17 @@ class Accelerator(accelerate.Accelerator):
         **kwargs: Any,
     ) -> None:
         self._policy = Policy.parse(requested_policy(policy, mixed_precision))
+        is_said = policy is not None or mixed_precision is not None or self._policy.compute != "auto"
         check_handlers(kwargs.get("kwargs_handlers") or ())
         check_state()
         # Not None, which would ask the environment that a launcher has set.
         super().__init__(*args, **kwargs, mixed_precision="no")
         use_shards(self.state, kwargs.get("fsdp_plugin"))
         self._opens_regions = opens_regions
+        if self._has_engine:
+            if keep_casts:
+                refuse("keep_casts=True")
+            write_policy(self.deepspeed_plugin, self._without_replay(self.device), is_said)
         self._settings: dict[str, Any] = {
             "keep_casts": keep_casts,
             "watch": watch,
@@ -100,7 +113,7 @@ class Accelerator(accelerate.Accelerator):
         self._prepared: list[nn.Module] = []
         self._regions: dict[nn.Module, OpenRegions] = {}
         self._trained: tuple[nn.Module, ...] = ()
-        self._steppers: dict[Optimizer, Stepper] = {}
+        self._steppers: dict[Any, Any] = {}  # of an EngineStepper too
         self._evaluation: Region | None = None
         self._is_open = False
         self.num_in_window = 0
@@ -112,14 +125,27 @@ class Accelerator(accelerate.Accelerator):
         for each in args:
             if isinstance(each, nn.Module) and each not in self._regions:
                 check_model(each)
-        if not self.is_fsdp2:
-            return super().prepare(*args, **kwargs)
-        with own_sharding(self._policy):
+        own = own_optimizers() if self._has_engine else own_sharding(self._policy) if self.is_fsdp2 else nullcontext()
+        with own:
             prepared = super().prepare(*args, **kwargs)
-        for each in prepared if isinstance(prepared, list | tuple) else [prepared]:
+        results = prepared if isinstance(prepared, list | tuple) else [prepared]
+        for each in results:
             if isinstance(each, nn.Module):
                 self._adopt(each)
+            if isinstance(each, EngineOptimizer):
+                self._drive(each)
         return prepared
+
+    @property
+    def _has_engine(self) -> bool:
+        return bool(self.distributed_type == DistributedType.DEEPSPEED)
+
+    def _drive(self, optimizer: EngineOptimizer) -> None:
+        """A stepper for DeepSpeed's engine, which accumulates, clips and steps by itself."""
+        settings = {name: value for name, value in self._settings.items() if name != "keep_casts"}
+        optimizer.stepper = stepper = EngineStepper(self.deepspeed_engine_wrapped.engine, log=self._log, **settings)
+        stepper.region.info = info_without_replay(stepper.region.info, self._policy)
+        self._steppers[optimizer] = stepper
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -171,13 +197,14 @@ class Accelerator(accelerate.Accelerator):
             )
         self._trained = trained
         model = trained[0] if len(trained) == 1 else nn.ModuleList(trained)
+        policy = self._without_replay(device_of(model)) if self._opens_regions else self._policy  # closures, else
         is_first = not self._steppers
         for optimizer in waiting:
             beside = next(iter(self._steppers.values()), None)
             self._steppers[optimizer] = Stepper(
                 model,
                 optimizer.optimizer,
-                self._policy_for(model),
+                policy,
                 accumulate=None,
                 beside=beside,
                 log=None if beside else self._log,
@@ -187,10 +214,8 @@ class Accelerator(accelerate.Accelerator):
             region = self.stepper.region
             region.info = info_without_replay(region.info, self._policy)
 
-    def _policy_for(self, model: nn.Module) -> Policy:
-        if not self._opens_regions:  # its loop has closures
-            return self._policy
-        return without_replay(self._policy, detect(str(device_of(model))), self.num_processes == 1)
+    def _without_replay(self, device: torch.device) -> Policy:
+        return without_replay(self._policy, detect(str(device)), self.num_processes == 1)
 
     @property
     def steppers(self) -> list[Stepper]:
@@ -200,7 +225,7 @@ class Accelerator(accelerate.Accelerator):
 
     @property
     def stepper(self) -> Stepper:
-        """The Stepper of the first optimizer."""
+        """The Stepper of the first optimizer. Under DeepSpeed it is a DeepSpeedStepper."""
         self._build()
         if not self._steppers:
             raise HalfstepError(
@@ -208,7 +233,8 @@ class Accelerator(accelerate.Accelerator):
                 "a Stepper belongs to both",
                 "Call accelerator.prepare(model, optimizer) first.",
             )
-        return next(iter(self._steppers.values()))
+        first: Stepper = next(iter(self._steppers.values()))
+        return first
 
     def stepper_of(self, optimizer: Optimizer) -> Stepper:
         """The Stepper of a prepared optimizer."""
@@ -219,7 +245,8 @@ class Accelerator(accelerate.Accelerator):
                 "none of the prepared models has its parameters",
                 "Call accelerator.prepare(model, optimizer) with both.",
             )
-        return self._steppers[optimizer]
+        stepper: Stepper = self._steppers[optimizer]
+        return stepper
 
     @property
     def info(self) -> RunInfo:
@@ -248,7 +275,11 @@ class Accelerator(accelerate.Accelerator):
         if not torch.is_grad_enabled():
             return formats.evaluation()
         self._is_open = True
-        return self.stepper.forward(is_last=self.sync_gradients) if self._steppers else formats
+        if not self._steppers:
+            return formats
+        stepper = self.stepper
+        is_engine = isinstance(stepper, EngineStepper)
+        return stepper.forward() if is_engine else stepper.forward(is_last=self.sync_gradients)
 
     @contextmanager
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> Iterator[None]:
@@ -278,7 +309,7 @@ class Accelerator(accelerate.Accelerator):
                 "the loss scale is where the gradient starts, and it ends in the window's sums",
                 "Take such a gradient with torch.autograd.grad before, and put what it is for into the loss.",
             )
-        if self.gradient_accumulation_steps > 1:
+        if self.gradient_accumulation_steps > 1 and not self._has_engine:
             loss = loss / self.gradient_accumulation_steps
         if self._held is not None:
             self._held.append(loss)
@@ -292,7 +323,12 @@ class Accelerator(accelerate.Accelerator):
             )
         for regions in self._regions.values():
             regions.close()
-        stepper.backward(loss, **kwargs)
+        if isinstance(stepper, EngineStepper):
+            if kwargs:
+                refuse("accelerator.backward(retain_graph=True)")
+            stepper.differentiate(loss, is_last=self.sync_gradients)
+        else:
+            stepper.backward(loss, **kwargs)
 
     @property
     def share(self) -> float:
@@ -315,6 +351,8 @@ class Accelerator(accelerate.Accelerator):
         self._unscale(chosen if isinstance(chosen, list | tuple) else [chosen], "unscale_gradients()")
 
     def _unscale(self, optimizers: Iterable[Optimizer], what: str) -> None:
+        if self._has_engine:
+            refuse(what)
         if not self.sync_gradients:
             raise HalfstepError(
                 f"{what} before the last micro-batch of a window",
@@ -339,7 +377,11 @@ class Accelerator(accelerate.Accelerator):
         All parameters of one optimizer are clipped by ``optimizer.step()``, in the one factor that also unscales. A
         part of them, those of several optimizers together, and another norm cost a pass, and a read from the device.
         Before the last micro-batch of a window nothing is clipped; the norm is that of the sums in this process.
+        Under DeepSpeed the engine has clipped by then, and the norm is that of the last window.
         """
+        if isinstance(stepper := self.stepper, EngineStepper):
+            check_clipping(stepper, max_norm, norm_type)
+            return stepper.norm()
         wanted = {id(parameter): parameter for parameter in _listed(parameters)}
         owners = [
             (optimizer, stepper)
@@ -367,6 +409,8 @@ class Accelerator(accelerate.Accelerator):
 
     def clip_grad_value_(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
         """Clip each element of the true gradient. One that was not finite is skipped nevertheless."""
+        if self._has_engine:
+            refuse("clip_grad_value_()")
         wanted = {id(parameter): parameter for parameter in _listed(parameters)}
         owners = [each for each in self._optimizers if any(id(p) in wanted for p in gradients_of(each))]
         self._unscale(owners, "clip_grad_value_()")
@@ -389,7 +433,8 @@ class Accelerator(accelerate.Accelerator):
         self._build()
         with ExitStack() as stack:
             for optimizer in self._optimizers:
-                stack.enter_context(optimizer.plain())
+                if isinstance(optimizer, Optimizer):
+                    stack.enter_context(optimizer.plain())
             yield
 
     def free_memory(self, *objects: Any) -> Any:

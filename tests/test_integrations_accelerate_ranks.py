@@ -1,0 +1,233 @@
+"""Accelerate's loops over ranks: DDP, FSDP2 and DeepSpeed beside one process over the same samples."""
+
+import os
+import shutil
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.utils import (
+    DeepSpeedPlugin,
+    DistributedDataParallelKwargs,
+    FullyShardedDataParallelPlugin,
+    GradientAccumulationPlugin,
+    InitProcessGroupKwargs,
+)
+from accelerated import accelerator_for, adamw, fresh_state, loader, loss_of, net, train, weights
+
+from halfstep import HalfstepError, Stepper
+from halfstep.integrations.accelerate import Accelerator
+
+FP16 = "fp16 scale.init=65536 scale.interval=3"
+NUM = 10  # batches of an epoch: of two ranks each has 5, and a window of 2 is short at the end
+
+
+def one_process(policy, big=None, num_epochs=2):
+    """Windows over what two ranks hold together: four batches, and two at an epoch's end."""
+    model = net()
+    stepper = Stepper(
+        model, adamw(model), policy + (" on_overflow=skip" if "fp16" in policy else ""), accumulate=4, max_norm=0.5
+    )
+    reports = []
+    for _ in range(num_epochs):
+        for i, batch in enumerate(loader(NUM)):
+            factor = 1e3 if i == big else 1.0
+            reports.append(stepper.step(lambda batch=batch, factor=factor: loss_of(model, batch) * factor))
+        reports.append(stepper.flush())
+    return [report.to_dict() for report in reports if report], weights(model)
+
+
+def whole(model):
+    """The weights of a model under any engine, on every rank."""
+    return torch.cat([getattr(p.detach(), "full_tensor", p.detach)().flatten() for p in model.parameters()])
+
+
+def accelerator_of(engine, policy, **arguments):
+    for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_MIXED_PRECISION"):
+        os.environ.pop(name, None)
+    if engine == "fsdp2":
+        arguments["fsdp_plugin"] = FullyShardedDataParallelPlugin(fsdp_version=2)
+    if engine.startswith("zero"):
+        arguments["deepspeed_plugin"] = DeepSpeedPlugin(
+            zero_stage=int(engine[-1]), gradient_accumulation_steps=2, gradient_clipping=0.5, zero3_init_flag=False
+        )
+        return Accelerator(
+            policy=policy,
+            gradient_accumulation_steps=2,
+            kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")],
+            **arguments,
+        )
+    return accelerator_for(policy, 2, **arguments)
+
+
+def run(engine, policy, big=None, num_epochs=2):
+    """Reports and weights of a rank, by Accelerate's loop; ``big``: the batch of the epoch that overflows."""
+    with fresh_state():
+        accelerator = accelerator_of(engine, policy)
+        model = net()
+        model, optimizer, batches = accelerator.prepare(model, adamw(model), loader(NUM))
+        rank, reports = accelerator.process_index, []
+        for _ in range(num_epochs):
+            for i, batch in enumerate(batches):
+                with accelerator.accumulate(model):
+                    loss = loss_of(model, batch)
+                    accelerator.backward(loss * (1e3 if 2 * i + rank == big else 1.0))
+                    if accelerator.sync_gradients:
+                        norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                if accelerator.sync_gradients:
+                    reports.append(optimizer.report.to_dict())
+                    assert norm.item() == reports[-1]["grad_norm"] or not reports[-1]["applied"]
+        found = accelerator.stepper.ranks.describe(), accelerator.info.effective
+        return reports, weights(model) if engine.startswith("zero") else whole(model), found
+
+
+def check(results, expected):
+    """Losses and norms of all ranks within what another order of fp32 sums makes of them over six steps of AdamW."""
+    theirs, their_weights = expected
+    for reports, values, _ in results:
+        assert [report["applied"] for report in reports] == [report["applied"] for report in theirs]
+        assert [report["scale"] for report in reports] == [report["scale"] for report in theirs]
+        for ours, other in zip(reports, theirs, strict=True):
+            if other["applied"]:
+                assert ours["loss"] == pytest.approx(other["loss"], rel=1e-5)
+                assert ours["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-5)
+        torch.testing.assert_close(values, their_weights, rtol=0, atol=1e-5)
+    assert torch.equal(results[0][1], results[1][1])
+
+
+CASES = [("ddp", "bf16"), ("ddp", FP16), ("fsdp2", FP16)]
+ALL = [("ddp", "fp32"), ("fsdp2", "bf16"), ("fsdp2", "fp32")]
+
+
+@pytest.mark.parametrize(("engine", "policy"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in ALL)])
+def test_two_ranks_train_as_one_process(world2, engine, policy):
+    """In fp16 a batch of one rank overflows, and both skip the step."""
+    big = 3 if "fp16" in policy else None
+    results = world2.run(run, engine, policy, big)
+    check(results, one_process(policy, big))
+    described, effective = results[0][2]
+    if engine == "ddp":
+        assert described["engine"] == "DistributedDataParallel"
+    else:
+        low = policy[:4]
+        assert described["shards of 0"] == f"{low if low != 'fp32' else 'fp32'} weights, fp32 gradients"
+        assert described["shards of the model"] == "fp32 weights, fp32 gradients"
+    assert effective.startswith(policy[:4])
+    if big is not None:
+        assert not all(report["applied"] for report in results[0][0])
+
+
+def resumed(engine, policy, folder):
+    """Four windows, saved after two, and two more by a run that was begun anew; and what it refuses in between."""
+    with fresh_state():
+        accelerator = accelerator_of(engine, policy)
+        model = net()
+        model, optimizer, batches = accelerator.prepare(model, adamw(model), loader(16))
+        batches = list(batches)
+        first = train(accelerator, model, optimizer, batches[:4], 0.5)
+        accelerator.save_state(folder)
+        expected = train(accelerator, model, optimizer, batches[4:8], 0.5), whole(model)
+        refused = ""
+        if engine != "fsdp2":
+            train(accelerator, model, optimizer, batches[:1])
+            try:
+                accelerator.save_state(folder + "-inside")
+            except HalfstepError as error:
+                refused = str(error)
+            accelerator.wait_for_everyone()
+    with fresh_state():
+        accelerator = accelerator_of(engine, policy)
+        model = net()
+        model, optimizer, _ = accelerator.prepare(model, adamw(model), loader(16))
+        train(accelerator, model, optimizer, batches[:2])
+        accelerator.load_state(folder)
+        again = train(accelerator, model, optimizer, batches[4:8], 0.5), whole(model)
+        return first, again[0] == expected[0], torch.equal(again[1], expected[1]), again[0], refused
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_a_run_over_ranks_goes_on_to_the_bit(world2, engine):
+    """The loss scale has grown, and counts its clean steps."""
+    folder = Path(tempfile.mkdtemp(prefix="accelerated-"))
+    try:
+        results = world2.run(resumed, engine, "fp16 scale.init=1024 scale.interval=3", str(folder / "state"))
+    finally:
+        shutil.rmtree(folder)
+    for _, has_same_reports, has_same_weights, reports, refused in results:
+        assert has_same_reports
+        assert has_same_weights
+        assert [report["scale"] for report in reports] == [1024, 2048]
+        assert ("on several ranks" in refused) is (engine == "ddp")
+
+
+def refusals():
+    """What is refused over ranks, in one line each."""
+    found = {}
+
+    def tried(name, call):
+        with fresh_state():
+            try:
+                call()
+                found[name] = "nothing"
+            except HalfstepError as error:
+                found[name] = str(error)
+
+    def with_plugin(**settings):
+        accelerator_of("ddp", "bf16", fsdp_plugin=FullyShardedDataParallelPlugin(**settings))
+
+    tried("fsdp1", lambda: with_plugin(fsdp_version=1))
+    tried("two policies", lambda: with_plugin(fsdp_version=2, mixed_precision_policy="bf16"))
+    tried("offload", lambda: with_plugin(fsdp_version=2, cpu_offload=True))
+    tried("ignored", lambda: with_plugin(fsdp_version=2, ignored_modules="0"))
+    return found
+
+
+def test_what_is_refused_over_ranks(world2):
+    found, _ = world2.run(refusals)
+    assert "fsdp_version=2" in found["fsdp1"]
+    assert "which weights are gathered in which format" in found["two policies"]
+    assert "where the model computes" in found["offload"]
+    assert "nobody would reduce" in found["ignored"]
+    assert not any("\n" in text for text in found.values())
+
+
+def each_batch_synchronised():
+    """Gradients that travel in each micro-batch, as ``sync_each_batch`` asks for, and unused parameters."""
+    with fresh_state():
+        os.environ.pop("ACCELERATE_USE_FSDP", None)
+        plugin = GradientAccumulationPlugin(num_steps=2, sync_each_batch=True)
+        accelerator = Accelerator(
+            cpu=True,
+            policy="bf16",
+            gradient_accumulation_plugin=plugin,
+            kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)],
+        )
+        model = net()
+        model, optimizer, batches = accelerator.prepare(model, adamw(model), loader(NUM))
+        return train(accelerator, model, optimizer, batches, 0.5), whole(model), None
+
+
+def test_settings_of_ddp_and_of_accumulation(world2):
+    check(world2.run(each_batch_synchronised), one_process("bf16", num_epochs=1))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed, which is for Linux alone")
+@pytest.mark.parametrize("engine", ["zero1", "zero2"])
+@pytest.mark.parametrize("policy", ["bf16", FP16])
+def test_deepspeed_trains_as_one_process(engine, policy):
+    """Short windows too. In ranks of their own, since DeepSpeed leaves settings of torch behind."""
+    from world import World
+
+    world = World(2)
+    try:
+        big = 3 if "fp16" in policy else None
+        results = world.run(run, engine, policy, big, timeout=300)
+        check(results, one_process(policy, big))
+        assert "DeepSpeed ZeRO stage" in results[0][2][0]["engine"]
+    finally:
+        world.close()
