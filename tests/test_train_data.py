@@ -165,7 +165,7 @@ def test_an_error_names_the_line_and_what_is_wrong(task, record, expected, file)
 
 def test_one_data_set_has_one_form(file):
     text = message("sft", SFT, {"messages": [USER, ANSWER]}, file=file)
-    assert "line 2: it is messages of messages, where data.jsonl line 1 is prompt + completion of text" in text
+    assert "line 2: it is messages, where data.jsonl line 1 is prompt + completion of text" in text
     text = message("sft", SFT, {"prompt": [USER], "completion": [ANSWER]}, file=file)
     assert "it is prompt + completion of messages" in text
     mixed = read("sft", file(SFT, {"instruction": "Add 2 and 2.", "output": "4"}))  # two forms, the same columns

@@ -1,6 +1,7 @@
 """What TRL makes of the data: the tokens that are learned, the lengths that were counted, losses that fall."""
 
 import copy
+import functools
 import json
 
 import datasets
@@ -11,6 +12,9 @@ import trl
 from halfstep.train.dataset import read
 from halfstep.train.lengths import check_lengths
 from halfstep.train.pretrained import load
+
+# TRL knows by its old name what transformers has renamed.
+pytestmark = pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing` is deprecated:FutureWarning")
 
 KINDS = {"pretrain": "SFT", "sft": "SFT", "dpo": "DPO", "kto": "KTO"}
 USER, ANSWER = {"role": "user", "content": "hi there"}, {"role": "assistant", "content": "hello you"}
@@ -34,7 +38,7 @@ def make_trainer(data, loaded, folder, **settings):
         "disable_tqdm": True,
         "per_device_train_batch_size": 8,
         "per_device_eval_batch_size": 8,
-        "gradient_checkpointing": False,
+        "activation_checkpointing": False,
         "lr_scheduler_type": "constant",
         "logging_steps": 1,
         "max_length": 128,
@@ -54,9 +58,14 @@ def make_trainer(data, loaded, folder, **settings):
     )
 
 
+@functools.cache
+def builtin(task):
+    return read(task, "builtin")
+
+
 def losses(task, folder, **settings):
     """Of a few steps of TRL's trainer on builtin data: on what was held out before and after, and of every step."""
-    data = read(task, "builtin")
+    data = builtin(task)
     trainer = make_trainer(data, load("tiny", data), folder, **settings)
     before = trainer.evaluate()["eval_loss"]
     trainer.train()
@@ -104,7 +113,7 @@ def test_an_answer_and_its_end_are_learned_and_the_prompt_is_not(tmp_path):
 @pytest.mark.parametrize("task", ["sft", "dpo", "kto"])
 def test_the_end_of_a_prompt_of_builtin_data_is_the_end_of_a_token(task, tmp_path):
     """Else TRL would leave the last token of the prompt out."""
-    data = read(task, "builtin")
+    data = builtin(task)
     words = load("tiny", data).tokenizer
     answers = [column for column in data.columns if column not in ("prompt", "label")]
     for row in data.train:

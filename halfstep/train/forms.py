@@ -88,6 +88,8 @@ class Checker:
 
 
 def _said(columns: tuple[str, ...], is_conversational: bool) -> str:
+    if columns == ("messages",):
+        return "messages"
     return f"{' + '.join(columns)} of {'messages' if is_conversational else 'text'}"
 
 
