@@ -111,3 +111,17 @@ def test_a_checkpoint_without_our_state_starts_the_scale_afresh(tmp_path):
     plugin = Precision("fp16 on_overflow=skip")
     fit(Net(), plugin, checkpoint=tmp_path / "run.ckpt", max_epochs=2)
     assert (plugin.report.step, plugin.report.scale) == (7, 65536)
+
+
+def test_a_run_of_16_mixed_goes_on_with_its_scale(tmp_path):
+    trainer = Trainer(max_epochs=1, enable_checkpointing=False, **QUIET)
+    trainer.fit(Net(), data())
+    trainer.save_checkpoint(tmp_path / "run.ckpt")
+    checkpoint = torch.load(tmp_path / "run.ckpt", weights_only=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(torch.zeros(()))
+    checkpoint["MixedPrecision"] = scaler.state_dict()
+    torch.save(checkpoint, tmp_path / "run.ckpt")
+    plugin = Precision("fp16 on_overflow=skip")
+    fit(Net(), plugin, checkpoint=tmp_path / "run.ckpt", max_epochs=2)
+    assert plugin.report.scale == 1024

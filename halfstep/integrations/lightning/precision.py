@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -206,7 +207,11 @@ class Precision(LightningPrecision):
         if not any(parameter.requires_grad for parameter in model.parameters()):
             self._region = Region(model, self._settings.policy, self._settings.hardware)
         else:
-            self._windows = Windows(model, None, self._settings)
+            # What Fabric wraps around a model is not to be seen from here: ranks do not know of each other.
+            is_first = not (torch.distributed.is_available() and torch.distributed.is_initialized())
+            is_first = is_first or torch.distributed.get_rank() == 0
+            settings = self._settings if is_first else replace(self._settings, log=None)
+            self._windows = Windows(model, None, settings)
             self._warn()
             if self._saved is not None:
                 self._windows.load_state_dict(self._saved)
@@ -313,6 +318,13 @@ class Precision(LightningPrecision):
 
     def state_dict(self) -> dict[str, Any]:
         return self._windows.state_dict() if self._windows else {}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """A run of ``precision="16-mixed"`` goes on with the loss scale that it had."""
+        scaler = checkpoint.get("MixedPrecision")
+        if scaler and self._windows and self._windows.first.scale.kind == "dynamic":
+            numbers = {"value": scaler["scale"], "num_clean": scaler["_growth_tracker"], "num_overflows": 0}
+            self._windows.first.scale.load_state_dict({"kind": "dynamic", **numbers})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if self._windows:
