@@ -4,6 +4,7 @@ import dataclasses
 import re
 import runpy
 import shlex
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,8 @@ from halfstep.workload import Workload
 from halfstep.workloads import BUILT_IN
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
+README, CHINESE = ROOT / "README.md", ROOT / "README.zh-CN.md"
+PAGES = sorted([README, CHINESE, ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 
 
@@ -89,7 +91,7 @@ def test_readme_commands_that_take_seconds_do_what_they_say(tmp_path, monkeypatc
         "train": ["--steps", "2", "--device", "cpu"],
     }
     ran = []
-    for block in blocks(ROOT / "README.md", "console"):
+    for block in blocks(README, "console"):
         for line in block.splitlines():
             words = shlex.split(line[2:], comments=True)
             if words[0] == "python":
@@ -109,8 +111,61 @@ def test_readme_commands_that_take_seconds_do_what_they_say(tmp_path, monkeypatc
     assert "pool" in (tmp_path / "fragile.toml").read_text()
 
 
+def sections(text):
+    """The sections of a page: each begins with its heading."""
+    parts, is_code = [[]], False
+    for line in text.splitlines():
+        is_code ^= line.startswith("```")
+        if re.match("#+ ", line) and not is_code:
+            parts.append([])
+        parts[-1].append(line)
+    return ["\n".join(part) for part in parts[1:]]
+
+
+def untranslated(section):
+    """What a translation of a section keeps: each kind of it under its name. Order within a sentence is free."""
+    code = re.findall(r"^```(\w+)\n(.*?)^```", section, re.S | re.M)
+    prose = re.sub(r"^```.*?^```\n", "", section, flags=re.S | re.M)
+    spans = re.findall(r"`[^`]+`", prose)
+    words = re.sub(r"`[^`]+`|\]\([^)]*\)", "", prose)
+    lines = prose.splitlines()
+    return {
+        "level": len(section) - len(section.lstrip("#")),
+        "code": [(language, [sparse(line, language) for line in block.splitlines()]) for language, block in code],
+        "links": Counter(re.findall(r"\]\(([^)]*)\)", prose)),
+        "images": re.findall(r"!\[[^]]*\]\(([^)]*)\)", prose),
+        "rows": [line.count(" |") for line in lines if line.startswith("|")],
+        "spans": Counter(spans),
+        "numbers": Counter(re.findall(r"(?<![a-zA-Z\d])\d[\d.,]*(?<=\d)", words)),
+    }
+
+
+def sparse(line, language):
+    """A line of code without what is translated: comments, and what the map says about a name."""
+    if language == "text":
+        return re.match(r" *\S+", line).group()
+    return line if language == "output" else line.partition("#")[0].rstrip()
+
+
+def test_the_readme_says_the_same_in_chinese():
+    """Its code, commands, links, images, tables and numbers are those of README.md, whose commands are run above."""
+    english, chinese = README.read_text(), CHINESE.read_text()
+    for text, link in ((english, "[简体中文](README.zh-CN.md)"), (chinese, "[English](README.md)")):
+        assert text.splitlines()[2] == link
+    ours, theirs = (
+        [untranslated(section) for section in sections(text.replace("README.zh-CN.md", "README.md"))]
+        for text in (english, chinese)
+    )
+    for of_english, of_chinese, section in zip(ours, theirs, sections(chinese), strict=True):
+        for kind, value in of_english.items():
+            assert of_chinese[kind] == value, (section.splitlines()[0], kind)
+    # Every paragraph, table and heading is translated.
+    for paragraph in re.sub(r"^```.*?^```\n", "", chinese, flags=re.S | re.M).split("\n\n")[2:]:
+        assert re.search("[\u4e00-\u9fff]", paragraph), paragraph
+
+
 def test_map_of_the_readme_is_the_disk():
-    (block,) = blocks(ROOT / "README.md", "text")
+    (block,) = blocks(README, "text")
     folder = ROOT
     for line in block.splitlines():
         name = line.split()[0]
