@@ -7,7 +7,15 @@ import sys
 
 import pytest
 import torch
-from transformers import AutoTokenizer, BertConfig, BertModel, GPT2Config, GPT2LMHeadModel
+from transformers import (
+    AutoTokenizer,
+    BertConfig,
+    BertModel,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaModel,
+)
 
 from halfstep.errors import HalfstepError
 from halfstep.train import tiny
@@ -160,6 +168,8 @@ def test_a_folder_that_cannot_be_trained_says_why_in_one_line(folder, text, talk
     BertModel(BertConfig(**sizes, vocab_size=200)).save_pretrained(tmp_path / "bert")
     assert "the folder has no tokenizer. Write it there with" in message(tmp_path / "bert", text)
 
+    LlamaModel(LlamaConfig(**sizes, vocab_size=1024)).save_pretrained(folder)
+    assert "its files lack the weights lm_head.weight. Give a folder with all weights" in message(folder, text)
     (folder / "model.safetensors").write_bytes(b"broken")
     assert "its weights cannot be loaded" in message(folder, text)
     (folder / "config.json").write_text("{")

@@ -68,40 +68,30 @@ class Data:
                     yield from (message["content"] for message in value)
 
 
-def read(task: str, data: str, evaluation: str | None = None, held_out: float = HELD_OUT, seed: int = 0) -> Data:
+def read(task: str, data: str, held_out: float = HELD_OUT, seed: int = 0) -> Data:
     """What ``task`` (pretrain, sft, dpo, kto) trains on, all of it checked.
 
     ``data`` is ``builtin``, a FILE.jsonl, a DIR of such files or, for pretraining, text. The share ``held_out`` of it,
-    chosen by ``seed``, is for evaluation, unless ``evaluation`` names other data for that. HalfstepError in one line,
-    with the file and the line, for whatever cannot be trained on.
+    chosen by ``seed``, is for evaluation. HalfstepError in one line, with the file and the line, for whatever cannot be
+    trained on.
     """
     assert task in TASKS, task
     if not 0 <= held_out < 1:
         raise HalfstepError(f"held_out={held_out:g}", "it is a share of the examples, from 0 to below 1", "Use 0.05.")
-    if data == "builtin":
+    if data == builtin.SOURCE:
         records = ((record, line, line, group) for record, line, group in builtin.rows(task))
-        table, checker, notes, groups = _collect(task, records, builtin.SOURCE)
-        source = builtin.SOURCE
+        table, checker, groups = _collect(task, records, data)
     else:
-        table, checker, notes, groups = _collect(task, _rows_of(task, data), data)
-        source = data
-    if evaluation is not None:
-        other, other_checker, other_notes, _ = _collect(task, _rows_of(task, evaluation), evaluation)
-        mine, others = ((each.columns, each.is_conversational) for each in (checker, other_checker))
-        if mine != others:
-            why = (
-                f"it has {' + '.join(others[0])}, where {data} has {' + '.join(mine[0])}, or messages where it has text"
-            )
-            raise HalfstepError(f"evaluation data {evaluation}", why, "Write both in one form.")
-        return Data(task, source, table, other, *mine, (*notes, *other_notes))
+        table, checker, groups = _collect(task, _rows_of(task, data), data)
+    notes = _notes(checker)
     chosen = _held_out(groups, held_out, seed)
     if held_out and not chosen:
         notes.append(f"{len(table)} examples are too few to hold some out: nothing is evaluated.")
-    if not chosen:
-        return Data(task, source, table, None, checker.columns, checker.is_conversational, tuple(notes))
-    train = table.select([place for place in range(len(table)) if place not in chosen])
-    kept = table.select(sorted(chosen))
-    return Data(task, source, train, kept, checker.columns, checker.is_conversational, tuple(notes))
+    train, evaluation = table, None
+    if chosen:
+        train = table.select([place for place in range(len(table)) if place not in chosen])
+        evaluation = table.select(sorted(chosen))
+    return Data(task, data, train, evaluation, checker.columns, checker.is_conversational, tuple(notes))
 
 
 def _held_out(groups: array[int], share: float, seed: int) -> set[int]:
@@ -128,7 +118,7 @@ def _rows_of(task: str, data: str) -> Iterator[tuple[object, str, str, int]]:
 
 def _collect(
     task: str, records: Iterable[tuple[object, str, str, int]], source: str
-) -> tuple[Dataset, Checker, list[str], array[int]]:
+) -> tuple[Dataset, Checker, array[int]]:
     """The rows of all records, once, as Arrow, and the group of each."""
     import pyarrow as pa
     from datasets import Dataset
@@ -149,7 +139,7 @@ def _collect(
         batches.append(pa.RecordBatch.from_pylist(batch, _schema(checker)))
     # Without a fingerprint it pickles the whole table to make one of it.
     table = Dataset(pa.Table.from_batches(batches), fingerprint=generate_random_fingerprint())
-    return table, checker, _notes(checker), groups
+    return table, checker, groups
 
 
 def _schema(checker: Checker) -> Any:

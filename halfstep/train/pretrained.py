@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfstep.errors import HalfstepError
+from halfstep.errors import HalfstepError, and_more
 from halfstep.train import tiny
 from halfstep.train.dataset import Data
 
@@ -78,7 +78,7 @@ def _config(name: str) -> Any:
         fix = "Merge it into its base model first." if is_adapter else "Give the folder that save_pretrained wrote."
         raise HalfstepError(f"model {name}", why, fix)
     try:
-        return AutoConfig.from_pretrained(name)
+        return AutoConfig.from_pretrained(name, trust_remote_code=False)
     except Exception as error:
         raise _refused(name, path, "its configuration", error) from None
 
@@ -92,25 +92,30 @@ def _tokenizer(name: str) -> Any:
         fix = "Write it there with tokenizer.save_pretrained."
         raise HalfstepError(f"model {name}", "the folder has no tokenizer", fix)
     try:
-        return AutoTokenizer.from_pretrained(name)
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:
         raise _refused(name, path, "its tokenizer", error) from None
 
 
 def _model(name: str, config: Any) -> Any:
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
-    if type(config) not in AutoModelForCausalLM._model_mapping and "AutoModelForCausalLM" not in (
-        getattr(config, "auto_map", None) or {}
-    ):
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         why = f"it is a {config.model_type} model, which has no causal language model"
         raise HalfstepError(f"model {name}", why, "Give one that writes text, as Llama, Qwen or GPT-2.")
     try:
         # What is trained is kept in fp32; the policy chooses what is computed in 16 bit.
-        return AutoModelForCausalLM.from_pretrained(name, config=config, dtype=torch.float32)
+        model, info = AutoModelForCausalLM.from_pretrained(
+            name, config=config, dtype=torch.float32, output_loading_info=True, trust_remote_code=False
+        )
     except Exception as error:
         raise _refused(name, Path(name), "its weights", error) from None
+    if missing := sorted(info["missing_keys"]):
+        # transformers fills them with random numbers, with a warning.
+        why = f"its files lack the weights {and_more(missing)}"
+        raise HalfstepError(f"model {name}", why, "Give a folder with all weights of a causal language model.")
+    return model
 
 
 def _refused(name: str, path: Path, part: str, error: Exception) -> HalfstepError:
