@@ -11,8 +11,9 @@ _LOGGERS = ("torchao", "torch.utils._pytree", "bitsandbytes", "DeepSpeed")
 def quieten() -> None:
     """Only errors of theirs are shown from now on, and neither their bars nor what they plan to rename."""
     for name in _LOGGERS:
-        # A filter, since some set their level when they are imported.
-        logging.getLogger(name).addFilter(lambda record: record.levelno >= logging.ERROR)
+        logger = logging.getLogger(name)
+        logger.setLevel(logging.ERROR)  # for the loggers below it
+        logger.addFilter(lambda record: record.levelno >= logging.ERROR)  # where it sets its own level at its import
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|trl|peft|accelerate")
     import datasets
     import transformers
