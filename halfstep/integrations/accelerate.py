@@ -144,7 +144,8 @@ class Accelerator(accelerate.Accelerator):
         """A stepper for DeepSpeed's engine, which accumulates, clips and steps by itself."""
         settings = {name: value for name, value in self._settings.items() if name != "keep_casts"}
         optimizer.stepper = stepper = EngineStepper(self.deepspeed_engine_wrapped.engine, log=self._log, **settings)
-        stepper.region.info = info_without_replay(stepper.region.info, self._policy)
+        why = "a gradient that overflowed is in DeepSpeed's sums already"
+        stepper.region.info = info_without_replay(stepper.region.info, self._policy, why)
         self._steppers[optimizer] = stepper
 
     def prepare_model(
@@ -212,7 +213,8 @@ class Accelerator(accelerate.Accelerator):
             )
         if is_first:
             region = self.stepper.region
-            region.info = info_without_replay(region.info, self._policy)
+            why = "a loop without a closure cannot run a micro-batch again"
+            region.info = info_without_replay(region.info, self._policy, why)
 
     def _without_replay(self, device: torch.device) -> Policy:
         return without_replay(self._policy, detect(str(device)), self.num_processes == 1)
@@ -303,6 +305,7 @@ class Accelerator(accelerate.Accelerator):
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """The scaled gradients of ``loss`` are added to those of the window. ``retain_graph`` as torch has it."""
+        is_divided = self._has_engine and not kwargs.pop("scale_wrt_gas", True)
         if unknown := kwargs.keys() - {"retain_graph"}:
             raise HalfstepError(
                 f"accelerator.backward({sorted(unknown)[0]}=...)",
@@ -326,7 +329,9 @@ class Accelerator(accelerate.Accelerator):
         if isinstance(stepper, EngineStepper):
             if kwargs:
                 refuse("accelerator.backward(retain_graph=True)")
-            stepper.differentiate(loss, is_last=self.sync_gradients)
+            # The counts of a window add up to 1 where a loop has divided by what it holds, as the Trainer does.
+            is_last = self.sync_gradients
+            stepper.differentiate((loss, float(is_last)) if is_divided else loss, is_last=is_last)
         else:
             stepper.backward(loss, **kwargs)
 
@@ -334,6 +339,11 @@ class Accelerator(accelerate.Accelerator):
     def share(self) -> float:
         """By what the losses of this window still have to be divided: they were, by a whole window's length."""
         return self.num_in_window / self.gradient_accumulation_steps if self.num_in_window else 1.0
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        # DeepSpeed's stepper says which micro-batch is a window's last; inside its own no_sync it may not say so.
+        context: AbstractContextManager[None] = nullcontext() if self._has_engine else super().no_sync(model)
+        return context
 
     def _do_sync(self) -> None:
         super()._do_sync()

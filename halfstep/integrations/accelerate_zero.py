@@ -37,7 +37,7 @@ class EngineStepper(DeepSpeedStepper):
         self.engine.set_gradient_accumulation_boundary(is_last)
         return self._keep(super().step(closure))
 
-    def differentiate(self, loss: torch.Tensor, *, is_last: bool) -> None:
+    def differentiate(self, loss: Loss, *, is_last: bool) -> None:
         """The second half of a micro-batch that :meth:`forward` began."""
         self.engine.set_gradient_accumulation_boundary(is_last)
         self._keep(self.backward(loss))
