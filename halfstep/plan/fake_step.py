@@ -36,6 +36,9 @@ from halfstep.workload import Workload, num_samples, stream
 MAX_WINDOWS = 4
 """A model that still leaves something new behind after so many windows has no steady state to plan for."""
 
+Make = Callable[[Subject, list[str]], Workload]
+"""Makes a workload, and appends what it assumes to the list."""
+
 
 @dataclass
 class FakeRun:
@@ -96,13 +99,15 @@ class FakeRun:
         return self.workload.loss(self.stepper.model, batch)
 
 
-def start(subject: Subject, policy: str | Policy, target: Target, techniques: Sequence[str] = ()) -> FakeRun:
+def start(
+    subject: Subject, policy: str | Policy, target: Target, techniques: Sequence[str] = (), make: Make = build
+) -> FakeRun:
     """Build ``subject`` on ``target`` without memory, changed by ``techniques``, behind a Stepper with its states."""
     device = FakeDevice(target)
     policy = Policy.parse(policy)
     assumed: list[str] = []
     with device.building():
-        workload = build(subject, assumed)
+        workload = make(subject, assumed)
         num_parameters = sum(parameter.numel() for parameter in workload.model.parameters())
         for name in techniques:
             workload, policy = technique_of(name).apply(workload, policy)
@@ -128,12 +133,14 @@ def fake_step(
     techniques: Sequence[str] = (),
     *,
     finds_growth: bool = False,
+    make: Make = build,
 ) -> StepTrace:
     """The trace of one step of ``subject`` under ``policy`` on ``target``, with ``techniques`` by their names.
 
     finds_growth: run a window of twice the batch as well, so that the trace tells the peak of any batch.
+    make:         builds the workload, where the text of ``subject`` does not say all of it.
     """
-    run = start(subject, policy, target, techniques)
+    run = start(subject, policy, target, techniques, make)
     stepper, ledger = run.stepper, Ledger()
     model, optimizer = stepper.model, stepper.optimizer
     ledger.hold(model.buffers(), "buffers")

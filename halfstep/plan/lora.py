@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,14 +16,19 @@ ALPHA = 8
 """What PEFT scales by, over the rank, where nobody says otherwise."""
 
 
-def adapt(model: nn.Module, rank: int) -> None:
+def adapt(model: nn.Module, rank: int, targets: Sequence[str] | None = None) -> None:
     """Freeze ``model`` and put an adapter beside each linear layer of its repeated blocks, in place.
+
+    targets: only beside layers of these names, or whose qualified names end in one of them.
 
     Those are the layers that PEFT's ``target_modules="all-linear"`` takes: all but the output. The layer computes
     W x + (8 / rank) B A x with A [rank, in] and B [out, rank] in fp32, B zero at first (Hu et al. 2021,
     arXiv 2106.09685). transformers' Conv1D, a linear layer whose weight is [in, out], gets one as well.
     """
     layers = [layer for block in repeated_blocks(model).values() for layer in block.modules() if is_linear(layer)]
+    if targets is not None:
+        ends = tuple(f".{target}" for target in targets)
+        layers = [layer for name, layer in model.named_modules() if is_linear(layer) and f".{name}".endswith(ends)]
     if not layers:
         raise HalfstepError(
             f"lora={rank} on {type(model).__name__}",

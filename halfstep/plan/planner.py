@@ -74,7 +74,7 @@ def plan(
             (calibration,) = workers.run([Call("halfstep.plan.calibrate:calibrate", (), about="--calibrate")])
             if isinstance(calibration, HalfstepError):
                 raise calibration
-        planner = _Planner(target, calibration)
+        planner = Planner(target, calibration)
         progress(f"{spec} in {', '.join(policies)}")
         plans = planner.plans_of(workers, subject, policies)
         stacks: Sequence[Stack] = ()
@@ -96,7 +96,7 @@ def plan(
     )
 
 
-class _Planner:
+class Planner:
     """What follows from a trace on one target."""
 
     def __init__(self, target: Target, calibration: Calibration | None) -> None:

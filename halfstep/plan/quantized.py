@@ -7,7 +7,7 @@ they compute has the right shapes and formats and no meaning.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -16,7 +16,8 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from halfstep.errors import HalfstepError
 from halfstep.formats import FORMATS, SIXTEEN_BIT
-from halfstep.plan.lora import adapted_layers, is_conv1d
+from halfstep.plan.checkpointing import repeated_blocks
+from halfstep.plan.lora import adapted_layers, is_conv1d, is_linear
 from halfstep.policy import Policy
 from halfstep.weights import NORMS, is_source, widen_embedding
 
@@ -27,10 +28,18 @@ SMALLEST_QUANTIZED = 4096
 
 
 class AdamW8bit(Optimizer):
-    """The states of bitsandbytes' AdamW8bit, and of torchao's but for the order of their parts."""
+    """The states of bitsandbytes' AdamW8bit, and of torchao's but for the order of their parts.
 
-    def __init__(self, params: Any, lr: float = 1e-3, weight_decay: float = 1e-2) -> None:
+    exact: parameters whose moments stay in fp32.
+    """
+
+    bits, block = 8, MOMENT_BLOCK
+
+    def __init__(
+        self, params: Any, lr: float = 1e-3, weight_decay: float = 1e-2, exact: Collection[torch.Tensor] = ()
+    ) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+        self._exact = {id(parameter) for parameter in exact}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -40,35 +49,52 @@ class AdamW8bit(Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     if not self.state[parameter]:
-                        self.state[parameter].update(_moments(parameter))
+                        self.state[parameter].update(self._moments(parameter))
                     parameter.add_(parameter.grad)
 
+    def _moments(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        num = parameter.numel()
+        if num < SMALLEST_QUANTIZED or id(parameter) in self._exact:
+            return {name: torch.zeros_like(parameter, dtype=torch.float32) for name in ("state1", "state2")}
+        shape = parameter.shape if self.bits == 8 else (-(-num // 2),)
+        codes = {name: parameter.new_zeros(shape, dtype=torch.uint8) for name in ("state1", "state2")}
+        scales = {
+            name: parameter.new_zeros(-(-num // self.block), dtype=torch.float32)  # by these names a slice is taken
+            for name in ("absmax1", "absmax2")
+        }
+        return codes | scales
 
-def _moments(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    if parameter.numel() < SMALLEST_QUANTIZED:
-        return {name: torch.zeros_like(parameter, dtype=torch.float32) for name in ("state1", "state2")}
-    num_blocks = -(-parameter.numel() // MOMENT_BLOCK)
-    codes = {name: torch.zeros_like(parameter, dtype=torch.uint8) for name in ("state1", "state2")}
-    scales = {
-        name: parameter.new_zeros(num_blocks, dtype=torch.float32)  # by these names a slice of them is taken
-        for name in ("absmax1", "absmax2")
-    }
-    return codes | scales
+
+class AdamW4bit(AdamW8bit):
+    """The states of torchao's AdamW4bit: two moments in a byte, and a scale for each 128."""
+
+    bits, block = 4, 128
 
 
-def in_8_bit(optimizer: Optimizer) -> AdamW8bit:
-    """An optimizer over the groups of ``optimizer``, with states of 8 bits. HalfstepError unless it is an Adam."""
+def in_8_bit(optimizer: Optimizer, exact: Collection[torch.Tensor] = ()) -> AdamW8bit:
+    """An optimizer over the groups of ``optimizer``, with states of 8 bits. HalfstepError unless it is an Adam.
+
+    exact: parameters whose moments stay in fp32.
+    """
+    return AdamW8bit(_groups(optimizer, "adamw8bit"), exact=exact)
+
+
+def in_4_bit(optimizer: Optimizer) -> AdamW4bit:
+    """The same with states of 4 bits."""
+    return AdamW4bit(_groups(optimizer, "adamw4bit"))
+
+
+def _groups(optimizer: Optimizer, name: str) -> list[dict[str, Any]]:
     if not isinstance(optimizer, Adam | AdamW):
         raise HalfstepError(
-            f"adamw8bit in place of {type(optimizer).__name__}",
+            f"{name} in place of {type(optimizer).__name__}",
             "another rule than Adam's trains in another way, however its states are held",
-            "Plan with an Adam or AdamW, or leave adamw8bit out.",
+            f"Plan with an Adam or AdamW, or leave {name} out.",
         )
-    groups = [
+    return [
         {name: group[name] for name in ("params", "lr", "weight_decay") if name in group}
         for group in optimizer.param_groups
     ]
-    return AdamW8bit(groups)
 
 
 def hold_base_in_16_bit(model: nn.Module, policy: Policy) -> None:
@@ -94,9 +120,15 @@ def _is_frozen_weight(parameter: nn.Parameter) -> bool:
     return not parameter.requires_grad and parameter.dim() >= 2 and parameter.is_floating_point()
 
 
-def hold_base_in_4_bit(model: nn.Module) -> None:
-    """Hold the weights of the adapted layers of ``model`` in 4 bits (NF4, Dettmers et al. 2023, arXiv 2305.14314)."""
+def hold_base_in_4_bit(model: nn.Module, is_adapted_alone: bool = True) -> None:
+    """Hold the weights of the adapted layers of ``model`` in 4 bits (NF4, Dettmers et al. 2023, arXiv 2305.14314).
+
+    is_adapted_alone: if not, those of the other linear layers of its repeated blocks as well.
+    """
     layers = adapted_layers(model)
+    if layers and not is_adapted_alone:
+        inner = (layer for block in repeated_blocks(model).values() for layer in block.modules() if is_linear(layer))
+        layers = list(dict.fromkeys([*layers, *inner]))
     if not layers:
         raise HalfstepError(
             "4bit without adapters", "weights of 4 bits do not train", "Put lora=16 before it (lora=16 4bit)."
@@ -121,7 +153,10 @@ def _pack(layer: Any) -> None:
         )
         return result if layer.bias is None else result + layer.bias.to(format)
 
-    layer.base_forward = forward
+    if "lora_A" in layer._parameters:
+        layer.base_forward = forward
+    else:
+        layer.forward = forward
 
 
 class _FourBitProduct(torch.autograd.Function):

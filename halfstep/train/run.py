@@ -16,6 +16,7 @@ from halfstep.train.defaults import with_defaults
 from halfstep.train.folder import folder_of, last_checkpoint
 from halfstep.train.lengths import check_lengths
 from halfstep.train.observer import Observer, ends_of
+from halfstep.train.planned import plan_job
 from halfstep.train.pretrained import load
 from halfstep.train.progress import Progress, Show
 from halfstep.train.settings import Settings
@@ -40,6 +41,11 @@ def train(settings: Settings, show: Show = lambda text, step, total: None) -> Tr
     settings = with_defaults(settings, loaded.context)
     assert settings.max_length is not None
     lengths = check_lengths(data, loaded.tokenizer, settings.max_length)
+    planned = []
+    if settings.plan or settings.memory is not None:
+        show("planning memory", 0, settings.steps)
+        longest = settings.max_length if data.task == "pretrain" else min(settings.max_length, lengths.longest)
+        planned.append(str(plan_job(settings, loaded.model, policy, device, longest)))
     adapted = adapt(loaded.model, settings, policy, device)
     observer = Observer()
     trainer = make_trainer(settings, loaded, adapted, data, Policy.parse(settings.policy), folder, observer)
@@ -75,5 +81,5 @@ def train(settings: Settings, show: Show = lambda text, step, total: None) -> Tr
         evaluation=evaluation,
         seconds=seconds,
         stopped_at=progress.stopped_at,
-        notes=(*data.notes, *loaded.notes, *lengths.notes, *adapted.notes),
+        notes=(*data.notes, *loaded.notes, *lengths.notes, *adapted.notes, *planned),
     )
