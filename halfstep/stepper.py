@@ -324,10 +324,13 @@ class Stepper:
         with self.ranks.during(self.num_steps + 1):
             self._weigh(count)
             if self._window.unscaled is None:
-                self.max_norm, self._judged = None, None
-                gradients, verdict = self._judge_window(self._window)
+                max_norm, self.max_norm = self.max_norm, None  # the clip is still the end's
+                try:
+                    gradients, verdict = self._judge_window(self._window)
+                finally:
+                    self.max_norm, self._judged = max_norm, None
                 unscale(gradients.values(), verdict.divisor, verdict.found)
-                self._window.unscaled, self._judged = verdict, None
+                self._window.unscaled = verdict
             return self._window.unscaled.found.item() == 0.0
 
     @untraced

@@ -231,6 +231,39 @@ def test_an_own_clip_gets_true_gradients_and_an_overflow_is_skipped_all_the_same
     assert [report.applied for report in reports] == [True, True, False, True, True, True, True]
 
 
+@pytest.mark.filterwarnings("ignore:.*`training_step` returned `None`")
+def test_a_step_without_a_loss_does_not_move_the_scheduler():
+    class Skips(Net):
+        def training_step(self, batch, batch_idx):
+            return None if batch_idx == 2 else super().training_step(batch, batch_idx)
+
+    trace = Trace()
+    fit(Skips(interval="step"), Precision("bf16"), callbacks=[trace])
+    assert trace.rates == [1e-2 * 0.5**n for n in (1, 2, 2, 3, 4, 5, 6)]
+
+
+@pytest.mark.parametrize("policy", ["bf16", FP16])
+def test_attention_is_evaluated_in_the_formats_too_and_its_values_can_be_used(policy):
+    """Its fast path knows no autocast; what a validation makes is no tensor of inference mode."""
+
+    class Attends(Net):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0)
+            self.seen_in_validation = []
+
+        def validation_step(self, batch, batch_idx):
+            self.seen_in_validation.append(self.layer(batch[0][None]))
+
+    module = Attends()
+    fit(module, Precision(policy), validation=data(10), num_sanity_val_steps=0)
+    (seen,) = module.seen_in_validation
+    with halfstep.Region(module, policy.split()[0]).inference():
+        expected = module.layer.eval()(next(iter(data(10)))[0][None])
+    assert torch.equal(seen, expected)
+    assert not seen.is_inference()
+
+
 def test_held_casts_change_nothing_with_a_validation_inside_of_a_window():
     modules = [Formats(), Formats()]
     for module, keep in zip(modules, (True, False), strict=True):
@@ -297,6 +330,15 @@ def test_what_cannot_work_is_one_line():
         _ = Precision("bf16").info
     with pytest.raises(HalfstepError, match="no module"):
         fit(Net(), Precision("bf16 module:nowhere=fp32"))
+
+
+def test_a_module_without_an_optimizer_is_refused():
+    class Bare(Net):
+        def configure_optimizers(self):
+            return None
+
+    with pytest.warns(UserWarning, match="no optimizer"), pytest.raises(HalfstepError, match="without an optimizer"):
+        fit(Bare(), Precision("bf16"))
 
 
 def test_a_module_with_its_own_backward_is_refused():

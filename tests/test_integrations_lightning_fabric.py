@@ -193,6 +193,9 @@ def test_what_cannot_work_is_one_line():
     fabric, _, model, _ = start("bf16 master=split16")
     with pytest.raises(HalfstepError, match="master=split16 under Fabric"):
         model(torch.randn(2, 8))
+    fabric, _, model, _ = start(f"{FP16} on_exhausted=promote")
+    with pytest.raises(HalfstepError, match="on_exhausted=promote under Fabric"):
+        model(torch.randn(2, 8))
     fabric, _, model, _ = start("bf16")
     with pytest.raises(RuntimeError, match=r"fabric\.backward"):
         loss_of(model, next(iter(data()))).backward()

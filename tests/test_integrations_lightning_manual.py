@@ -58,6 +58,23 @@ def test_a_clip_after_manual_backward_is_of_true_gradients(policy, fused):
     torch.testing.assert_close(weights(module), weights(net), rtol=1e-6, atol=1e-6)  # the order of one division
 
 
+def test_a_clip_stays_where_a_hook_looks_at_the_gradients_between():
+    norms = []
+
+    class Looks(Manual):
+        def on_before_optimizer_step(self, optimizer):
+            norms.append(torch.cat([p.grad.flatten() for p in self.parameters()]).norm().item())
+
+    runs = []
+    for kind in (Looks, Manual):
+        reports, module = [], kind(clip=0.1)
+        fit(module, Precision(FP16, sinks=[reports.append]))
+        runs.append((weights(module), [report.grad_norm for report in reports]))
+    torch.testing.assert_close(runs[0][0], runs[1][0], rtol=1e-6, atol=1e-6)
+    assert norms == pytest.approx(runs[1][1], rel=1e-6)
+    assert runs[0][1] == pytest.approx(runs[1][1], rel=1e-6)
+
+
 def test_a_clip_is_for_its_own_window():
     class Once(Manual):
         def training_step(self, batch, batch_idx):
@@ -113,6 +130,11 @@ def test_backward_behind_the_back_of_the_plugin_is_refused():
 
     with pytest.raises(HalfstepError, match=r"not seen.*manual_backward"):
         fit(Raw(), Precision("bf16"))
+
+
+def test_a_promotion_that_cannot_be_is_refused():
+    with pytest.raises(HalfstepError, match="on_exhausted=promote under manual optimization"):
+        fit(Manual(), Precision(f"{FP16} on_exhausted=promote"))
 
 
 def test_an_argument_of_backward_that_a_step_cannot_take_is_refused():

@@ -64,6 +64,7 @@ class Precision(LightningPrecision):
         self._again: Callable[[], torch.Tensor] | None = None
         self._is_looking = self._has_warned = False
         self._release: Callable[[], None] | None = None
+        self._stepped: StepReport | None = None  # in the training step that runs, or that has just run
 
     def __repr__(self) -> str:
         return f"halfstep.integrations.lightning.Precision({str(self._settings.policy)!r})"
@@ -133,10 +134,12 @@ class Precision(LightningPrecision):
         trainer = self._trainer = module.trainer
         _check_strategy(type(trainer.strategy).__name__)
         if trainer.state.fn == "fit":
-            _check_module(module)
+            _check_module(module, optimizers)
+            if not module.automatic_optimization:
+                _check_promotion(self._settings.policy, "manual optimization")
             self._windows, self._region = Windows(model, optimizers, self._settings), None
             self._warn()
-            self._release = hold_schedulers(module, lambda: self.report is None or self.report.applied)
+            self._release = hold_schedulers(module, lambda: self._stepped is not None and self._stepped.applied)
         elif not self._windows or self._windows.first.region.model is not module:
             self._windows, self._region = None, Region(module, self._settings.policy, self._settings.hardware)
         return model, optimizers, lr_schedulers
@@ -160,6 +163,7 @@ class Precision(LightningPrecision):
         if self._is_looking:  # a diagnosis opens its own region
             yield
             return
+        self._stepped = None
         with self._steps.forward(is_last=self._is_last):
             yield
 
@@ -184,10 +188,13 @@ class Precision(LightningPrecision):
     def _evaluation(self) -> Iterator[None]:
         """The policy's formats; whether there are gradients is the loop's business."""
         region = self._windows.first.region if self._windows else self._region
-        with region or nullcontext():
-            yield
-        if region:
-            region.release()  # casts that were made without gradients are not for a window that holds its own
+        is_inference, has_gradients = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+        with region.inference() if region else nullcontext():
+            if is_inference:
+                yield
+            else:
+                with torch.inference_mode(False), torch.set_grad_enabled(has_gradients):
+                    yield
 
     def convert_output(self, data: Any) -> Any:
         """Under Fabric the loss is computed outside of the region: what the model returns in 16 bit becomes fp32."""
@@ -207,6 +214,7 @@ class Precision(LightningPrecision):
         if not any(parameter.requires_grad for parameter in model.parameters()):
             self._region = Region(model, self._settings.policy, self._settings.hardware)
         else:
+            _check_promotion(self._settings.policy, "Fabric")
             # What Fabric wraps around a model is not to be seen from here: ranks do not know of each other.
             is_first = not (torch.distributed.is_available() and torch.distributed.is_initialized())
             is_first = is_first or torch.distributed.get_rank() == 0
@@ -265,7 +273,7 @@ class Precision(LightningPrecision):
                 self._unscale(optimizer)
             self._after_closure(model, optimizer)
         if holds:
-            windows.end(optimizer, self._count(optimizer))
+            self._stepped = windows.end(optimizer, self._count(optimizer))
             if self._trainer is not None and not model.automatic_optimization:
                 # The next forward pass of this training step belongs to the next window.
                 windows.forward(is_last=True)
@@ -352,7 +360,22 @@ def _check_strategy(name: str) -> None:
             )
 
 
-def _check_module(module: LightningModule) -> None:
+def _check_promotion(policy: Policy, loop: str) -> None:
+    if policy.on_exhausted == "promote":
+        raise HalfstepError(
+            f"on_exhausted=promote under {loop}",
+            "the module at fault is found by running the loss again, which this loop cannot",
+            "Use automatic optimization, or a rule: halfstep trace names the module.",
+        )
+
+
+def _check_module(module: LightningModule, optimizers: Sequence[Optimizer]) -> None:
+    if not optimizers or type(optimizers[0]).__name__ == "_MockOptimizer":
+        raise HalfstepError(
+            f"{type(module).__name__}.configure_optimizers() without an optimizer",
+            "a precision plugin has no step to take",
+            "Return one, or leave the plugin out.",
+        )
     if is_overridden("backward", module):
         raise HalfstepError(
             f"{type(module).__name__}.backward",

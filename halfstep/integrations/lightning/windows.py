@@ -113,8 +113,8 @@ class Windows:
         self._num_losses[stepper] = self._num_losses[self._carrier] if self._carrier else 0
         if len(self._pending) >= number:
             # Numbers alone: it is made in the middle of a window, which is not the saved one.
-            saved = {name: self._pending[number - 1][name] for name in ("num_steps", "had_hopeless", "scale")}
-            stepper.load_state_dict({**stepper.state_dict(), **saved, "scale": stepper.scale.state_dict()})
+            saved = {name: self._pending[number - 1][name] for name in ("num_steps", "had_hopeless")}
+            stepper.load_state_dict({**stepper.state_dict(), **saved})
 
     def _carry(self) -> Stepper:
         """A Stepper over all parameters that has region and scale, and never ends a window of its own."""
@@ -213,9 +213,13 @@ class Windows:
     def state_dict(self) -> dict[str, Any]:
         """The state of every Stepper, also in the middle of a window."""
         self._put_loaded()
-        steppers = [stepper.state_dict() for stepper in self._steppers.values()]
-        return {"policy": str(self.first.policy), "scale": self.first.scale.state_dict(), "steppers": steppers,
-                "num_losses": [self._num_losses[stepper] for stepper in self._steppers.values()]}  # fmt: skip
+        steppers = self._steppers.values()
+        return {
+            "policy": str(self.first.policy),
+            "scale": self.first.scale.state_dict(),
+            "steppers": [stepper.state_dict() for stepper in steppers],
+            "num_losses": [self._num_losses[stepper] for stepper in steppers],
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state``, after model and optimizers have loaded theirs."""
