@@ -366,6 +366,12 @@ class Masters:
             self.set_weight(parameters[name], weight)
 
 
+def has_rest(parameter: torch.Tensor) -> bool:
+    """Whether what a 16-bit weight leaves out is beside it, whoever trains it."""
+    rest = _rests.get(parameter)
+    return rest is not None and rest.is_of(parameter)
+
+
 def _found(parameters: list[torch.Tensor]) -> list[tuple[int, torch.dtype]]:
     return [(id(parameter), parameter.dtype) for parameter in parameters]
 

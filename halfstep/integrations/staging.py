@@ -64,14 +64,14 @@ class Staging:
 
 def _is_of_disk(error: BaseException) -> bool:
     """torch and safetensors have kinds of their own for a disk that takes no more."""
-    is_torchs = isinstance(error, RuntimeError) and "inline_container" in str(error)
-    return isinstance(error, OSError) or is_torchs or type(error).__name__ == "SafetensorError"
+    return isinstance(error, OSError) or _is_torchs(error) or type(error).__name__ == "SafetensorError"
+
+
+def _is_torchs(error: BaseException) -> bool:
+    return isinstance(error, RuntimeError) and "inline_container" in str(error)
 
 
 def _reason(error: BaseException) -> str:
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, OSError) and cause.strerror:
-            return cause.strerror
-        cause = cause.__cause__ or cause.__context__
-    return str(error).splitlines()[0]
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return "a file stayed shorter than it is, as on a full disk" if _is_torchs(error) else str(error).splitlines()[0]

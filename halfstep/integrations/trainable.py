@@ -1,4 +1,4 @@
-"""Trainable weights in 16 bit: a model's are refused, and a few adapters are fp32 again."""
+"""Trainable weights in 16 bit: a model's are refused, adapters are fp32 again, and a layout begins with fp32 ones."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import nn
 
 from halfstep.dtypes import LOW_DTYPES
 from halfstep.errors import HalfstepError, and_more
+from halfstep.master import has_rest
 
 logger = logging.getLogger(__name__)
 
@@ -22,12 +23,18 @@ def exact_adapters(model: object) -> dict[torch.Tensor, torch.Tensor]:
     return {parameter: parameter.detach().clone() for parameter in wanted}
 
 
-def keep_fp32(model: nn.Module, exact: Mapping[torch.Tensor, torch.Tensor]) -> None:
-    """Make trainable weights in 16 bit fp32, if they are adapters; refuse those of a model, which had to be rounded.
+def keep_fp32(model: nn.Module, exact: Mapping[torch.Tensor, torch.Tensor], has_layout: bool) -> None:
+    """Make trainable weights in 16 bit fp32, if they are adapters or a layout narrows them; refuse those of a model.
 
-    exact: what some of them were before they became 16 bit.
+    exact: what some of them were before they became 16 bit. has_layout: whether the policy keeps 16-bit weights with
+    rests. It then does so from fp32 ones, and leaves in fp32 what it does not narrow, such as norms.
     """
     low = {name: p for name, p in model.named_parameters() if p.requires_grad and p.dtype in LOW_DTYPES}
+    if has_layout:
+        for parameter in low.values():
+            if not has_rest(parameter):
+                parameter.data = exact[parameter] if parameter in exact else parameter.data.float()
+        return
     if not low:
         return
     formats = " and ".join(sorted({str(parameter.dtype).removeprefix("torch.") for parameter in low.values()}))

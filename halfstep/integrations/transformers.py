@@ -119,9 +119,11 @@ class PrecisionMixin(_Base):
             super().create_accelerator_and_postprocess()
 
     def _keep_fp32(self) -> None:
-        if Policy.parse(self._halfstep.requested).master == "fp32":
-            keep_fp32(self.accelerator.unwrap_model(self.model), self._halfstep.exact)
-        self._halfstep.exact = {}
+        """Once a model: what a Stepper holds in 16 bit stays so."""
+        state, model = self._halfstep, self.accelerator.unwrap_model(self.model)
+        if state.kept is None or state.kept() is not model:
+            keep_fp32(model, state.exact, has_layout=Policy.parse(state.requested).master != "fp32")
+            state.kept, state.exact = weakref.ref(model), {}
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         for model in vars(self).values():
@@ -199,7 +201,8 @@ class PrecisionMixin(_Base):
             return super()._prepare_inputs(inputs)
         (prepared,) = self._halfstep.prepared
         # compute_loss pops labels.
-        return _copied(prepared) if isinstance(prepared, Mapping) else prepared
+        kind: Any = type(prepared)
+        return kind({**prepared}) if isinstance(prepared, Mapping) else prepared
 
     def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> AbstractContextManager[Any]:
         return self.accelerator.region()
@@ -300,6 +303,10 @@ class PrecisionMixin(_Base):
         rank = f"_{self.args.process_index}" if self.args.world_size > 1 else ""
         return Path(folder) / f"halfstep{rank}.pt"
 
+    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        self._keep_fp32()  # before it is loaded, so that nothing is rounded
+        super()._load_from_checkpoint(*args, **kwargs)
+
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
             assert self.stepper, "built now, so that it keeps the formats of the states that are loaded"
@@ -320,11 +327,6 @@ class PrecisionMixin(_Base):
         self.stepper.drop()  # the Trainer goes on at the beginning of a window
 
 
-def _copied(inputs: Any) -> Any:
-    """As the Trainer makes such a thing anew."""
-    return type(inputs)({**inputs})
-
-
 class _Accelerator(Accelerator):
     """What the Trainer makes: its loss is computed inside the region, and what models return is fp32 all the same."""
 
@@ -339,7 +341,7 @@ class _Accelerator(Accelerator):
 
     def adopt(self, model: nn.Module) -> None:
         """Let calls of ``model`` open regions of this accelerator, and of no earlier one."""
-        super()._adopt(model)
+        super()._adopt(getattr(model, "_orig_mod", model))  # of a compiled model the one with the names of rules
         self.adopted.add(model)
         if model in self._regions:
             return
@@ -378,6 +380,7 @@ class _State:
         self.settings: dict[str, Any] = {}
         self.intervals = Intervals()
         self.exact: Mapping[torch.Tensor, torch.Tensor] = {}
+        self.kept: weakref.ref[nn.Module] | None = None
         self.is_inside = False
         self.prepared: tuple[Any] | None = None
         self.staging: Staging | None = None
