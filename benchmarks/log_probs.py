@@ -115,11 +115,16 @@ def memory(tokens: int, words: int, width: int) -> None:
     gradients = (tokens + words) * width * 4 / MIB
     print(f"\npeak, MiB beside inputs: {tokens} tokens, {words} words, width {width}; gradients alone {gradients:.0f}")
     print(f"  fp32 logits {tokens * words * 4 / MIB:.0f}, a tile {min(CHUNK_BYTES, tokens * 4096 * 4) / MIB:.0f}")
-    for policy in ("fp32", "bf16"):
+    for policy, frozen in (("fp32", False), ("bf16", False), ("bf16", True)):
         case = Case(policy, tokens, words, width)
+        case.weight.requires_grad_(not frozen)
         figures = {name: case.peak(path) for name, path in paths().items()}
         ratio = figures["full"] / figures["tiles"]
-        print(f"  {policy}: " + ", ".join(f"{name} {figure:.0f}" for name, figure in figures.items()), end="")
+        print(
+            f"  {policy}{', frozen head' * frozen}: "
+            + ", ".join(f"{name} {figure:.0f}" for name, figure in figures.items()),
+            end="",
+        )
         print(f"; full / tiles {ratio:.1f}", flush=True)
 
 

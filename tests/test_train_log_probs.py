@@ -115,7 +115,7 @@ def test_losses_of_the_full_fp32_logits_agree_to_1e_5() -> None:
 
 
 def test_logits_are_not_rounded_to_16_bits() -> None:
-    """A head under autocast rounds them: off by up to half an ulp of a logit near 16, that is 1/32 in bf16."""
+    """A head under autocast rounds them: by up to half an ulp, 1/32 for a logit just below 16 in bf16."""
     hidden, weight, labels, _ = inputs(bias=False)
     hidden = (hidden * 8).detach()
     with torch.autocast("cpu", dtype=torch.bfloat16):
