@@ -46,7 +46,7 @@ def test_tiny_is_small_fp32_and_of_sizes_that_tensor_cores_like(text):
     config = loaded.model.config
     assert loaded.num_parameters < 1_000_000
     assert str(loaded) == "tiny: LlamaForCausalLM, 918,656 parameters"
-    assert loaded.context == config.max_position_embeddings == 1024
+    assert loaded.context == config.max_position_embeddings == 4096
     assert all(parameter.dtype == torch.float32 for parameter in loaded.model.parameters())
     assert all(size % 8 == 0 for parameter in loaded.model.parameters() for size in parameter.shape)
     words = loaded.tokenizer
@@ -128,7 +128,7 @@ def test_a_folder_is_loaded_in_fp32_whatever_it_was_saved_in(folder, text):
     line = "the number 7</s>"
     assert loaded.tokenizer(line)["input_ids"] == original.tokenizer(line)["input_ids"]
     assert loaded.tokenizer.chat_template == original.tokenizer.chat_template
-    assert loaded.context == 1024
+    assert loaded.context == 4096
     assert loaded.notes == ()
 
 
@@ -232,6 +232,8 @@ def test_a_prompt_that_fills_the_context_is_named(tmp_path):
         f"{tmp_path / 'data.jsonl'} line 2: its prompt has 51 tokens, as 1 more has too many, and --max-length 20 "
         "leaves none for the answer. Use --max-length 52 or more, shorten such prompts, or leave the lines out."
     )
+    with pytest.raises(HalfstepError, match="or leave the lines out: one needs 52, and the model takes 51"):
+        check_lengths(data, words, 20, context=51)
 
 
 def test_a_text_to_pretrain_on_is_never_cut(text):
@@ -242,6 +244,6 @@ def test_a_text_to_pretrain_on_is_never_cut(text):
 
 def test_a_length_beyond_the_context_is_refused(text):
     loaded = load("tiny", text)
-    check_lengths(text, loaded.tokenizer, 1024, loaded.context)
-    with pytest.raises(HalfstepError, match=r"--max-length 1025: the model takes 1024 tokens\. Use 1024 or less\."):
-        check_lengths(text, loaded.tokenizer, 1025, loaded.context)
+    check_lengths(text, loaded.tokenizer, 4096, loaded.context)
+    with pytest.raises(HalfstepError, match=r"--max-length 4097: the model takes 4096 tokens\. Use 4096 or less\."):
+        check_lengths(text, loaded.tokenizer, 4097, loaded.context)

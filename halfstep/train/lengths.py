@@ -60,7 +60,10 @@ def check_lengths(
         more = num_full - 1
         others = f", as {more} more {'has' if more == 1 else 'have'} too many" if more else ""
         why = f"its prompt has {num} tokens{others}, and --max-length {max_length} leaves none for the answer"
-        fix = f"Use --max-length {longest_prompt + 1} or more, shorten such prompts, or leave the lines out."
+        needed = longest_prompt + 1
+        fix = f"Use --max-length {needed} or more, shorten such prompts, or leave the lines out."
+        if context is not None and needed > context:
+            fix = f"Shorten such prompts or leave the lines out: one needs {needed}, and the model takes {context}."
         raise HalfstepError(_where(line), why, fix)
     return Lengths(max_length, longest, num_tokens, num_cut)
 

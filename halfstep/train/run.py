@@ -40,7 +40,7 @@ def train(settings: Settings, show: Show = lambda text, step, total: None) -> Tr
     loaded = load(settings.model, data, settings.seed)
     settings = with_defaults(settings, loaded.context)
     assert settings.max_length is not None
-    lengths = check_lengths(data, loaded.tokenizer, settings.max_length)
+    lengths = check_lengths(data, loaded.tokenizer, settings.max_length, loaded.context)
     planned = []
     if settings.plan or settings.memory is not None:
         show("planning memory", 0, settings.steps)

@@ -9,7 +9,8 @@ if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 VOCABULARY = 1024
-CONTEXT = 1024
+CONTEXT = 4096
+"""Tokens; positions are rotations, so that a long context costs nothing until it is used."""
 
 _NUM_CHARACTERS = 2_000_000  # of the data that the tokenizer is trained on
 _CHAT = """\
