@@ -224,6 +224,7 @@ def test_examples_run(example, capsys, tmp_path, monkeypatch):
     expected |= {"lbfgs.py": "fits: True", "lora.py": "the base is untouched: True"}
     expected |= {"ranks.py": "accuracy 0.8"}
     expected |= {"lightning_trainer.py": "the scheduler took 63 of 64 steps\nthe same bits: True"}
+    expected |= {"accelerate_loop.py": "scale 32768, applied\nthe same bits: True"}
     assert expected[example.name] in out
 
 

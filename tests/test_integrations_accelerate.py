@@ -485,3 +485,47 @@ def test_another_model_to_train_after_the_first_pass():
     other, _ = accelerator.prepare(other, adamw(other))
     with pytest.raises(HalfstepError, match="after the first pass"):
         other(torch.randn(2, 8))
+
+
+# What Accelerate does in the same place: rows of docs/accelerate.md.
+
+
+def plain(mixed_precision, accumulate=1):
+    accelerator = accelerate.Accelerator(
+        cpu=True, mixed_precision=mixed_precision, gradient_accumulation_steps=accumulate
+    )
+    model = net()
+    return accelerator, *accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0), loader(6))
+
+
+def test_accelerate_divides_a_short_window_by_the_full_number():
+    accelerator, model, optimizer, batches = plain("no", 4)
+    for i, batch in enumerate(batches):
+        if i == 4:
+            before = weights(model)
+            true = torch.autograd.grad(
+                sum(loss_of(model, each) for each in list(loader(6))[4:]) / 2, list(model.parameters())
+            )
+        with accelerator.accumulate(model):
+            accelerator.backward(loss_of(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+    moved = before - weights(model)
+    torch.testing.assert_close(moved, torch.cat([g.flatten() for g in true]) / 2, rtol=1e-4, atol=1e-7)
+
+
+def test_accelerate_writes_a_nan_of_bf16_into_the_weights():
+    accelerator, model, optimizer, batches = plain("bf16")
+    accelerator.backward(loss_of(model, next(iter(batches))) * float("nan"))
+    optimizer.step()
+    assert weights(model).isnan().all()
+    assert not accelerator.optimizer_step_was_skipped
+
+
+def test_accelerate_computes_fp16_in_fp32_on_a_cpu():
+    accelerator, model, _, batches = plain("fp16")
+    seen = []
+    model[0].register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    loss_of(model, next(iter(batches)))
+    assert seen == [torch.float32]
+    assert accelerator.scaler is None

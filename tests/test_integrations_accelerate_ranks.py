@@ -6,6 +6,7 @@ import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
+import accelerate
 import pytest
 import torch
 from accelerate.utils import (
@@ -182,12 +183,16 @@ def refusals():
     tried("fsdp1", lambda: with_plugin(fsdp_version=1))
     tried("two policies", lambda: with_plugin(fsdp_version=2, mixed_precision_policy="bf16"))
     tried("offload", lambda: with_plugin(fsdp_version=2, cpu_offload=True))
+    with fresh_state():
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+        found["accelerate"] = str(accelerate.Accelerator(cpu=True, fsdp_plugin=plugin).distributed_type)
     tried("ignored", lambda: with_plugin(fsdp_version=2, ignored_modules="0"))
     return found
 
 
 def test_what_is_refused_over_ranks(world2):
     found, _ = world2.run(refusals)
+    assert found.pop("accelerate") == "DistributedType.MULTI_CPU"  # by itself it drops the plugin
     assert "fsdp_version=2" in found["fsdp1"]
     assert "which weights are gathered in which format" in found["two policies"]
     assert "where the model computes" in found["offload"]
