@@ -121,6 +121,21 @@ def test_a_checkpoint_of_a_plain_trainer(tmp_path):
     assert trainer.state.global_step == 4
 
 
+def test_a_checkpoint_of_a_plain_trainer_goes_on_with_its_loss_scale(tmp_path):
+    """On CUDA fp16=True writes scaler.pt; here torch's scaler, put there by hand."""
+    Trainer(net(), arguments(tmp_path, **SAVING, max_steps=2), train_dataset=rows()).train()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(torch.zeros(()))
+    torch.save(scaler.state_dict() | {"_growth_tracker": 5}, tmp_path / "checkpoint-2" / "scaler.pt")
+    trainer = begun(tmp_path, "fp16")
+    with pytest.warns(UserWarning, match=r"checkpoint-2 holds no halfstep\.pt, so that its counters start afresh"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    num_more = trainer.state.global_step - 2
+    assert num_more > 0
+    state = trainer.stepper.scale.state_dict()
+    assert state == {"kind": "dynamic", "value": 1024.0, "num_clean": 5 + num_more, "num_overflows": 0.0}
+
+
 def test_a_checkpoint_of_another_kind_of_scale(tmp_path):
     trained(begun(tmp_path, "fp16", max_steps=2))
     with pytest.raises(HalfstepError, match="scale"):

@@ -314,11 +314,17 @@ class PrecisionMixin(_Base):
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         """The last that is loaded, when there is a Stepper."""
-        super()._load_scaler(checkpoint)
         if checkpoint is None:
             return
         if not (file := self._state_file(checkpoint)).is_file():
-            what = "the loss scale starts afresh" if self.stepper.scale.kind != "none" else "its counters start afresh"
+            what, scale = "its counters start afresh", self.stepper.scale
+            plain = Path(checkpoint) / transformers.trainer.SCALER_NAME  # of a Trainer without halfstep, in fp16
+            if scale.kind == "dynamic" and plain.is_file():
+                its = torch.load(plain, map_location="cpu", weights_only=True)
+                numbers = {"value": its["scale"], "num_clean": its["_growth_tracker"], "num_overflows": 0}
+                scale.load_state_dict({"kind": "dynamic", **numbers})
+            elif scale.kind != "none":
+                what = "the loss scale starts afresh"
             warnings.warn(f"{checkpoint} holds no {file.name}, so that {what}.", stacklevel=2)
             return
         if self.stepper.masters and not (self.is_fsdp_enabled or self.is_deepspeed_enabled):
