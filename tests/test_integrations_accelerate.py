@@ -1,5 +1,8 @@
 """Plain Accelerate loops on one device, beside a Stepper's own loop or plain torch."""
 
+import copy
+import pickle
+
 import accelerate
 import pytest
 import torch
@@ -338,6 +341,21 @@ def test_a_model_for_evaluation_alone_computes_in_the_policys_formats():
     assert accelerator.info.effective == "bf16"
 
 
+def test_a_copy_of_a_prepared_model_opens_regions_too_and_a_pickle_is_refused():
+    accelerator, model = accelerator_for("bf16"), net()
+    prepared, _ = accelerator.prepare(model, adamw(model))
+    average = copy.deepcopy(prepared)
+    seen = []
+    average[0].register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    with torch.no_grad():
+        assert average(torch.randn(2, 8)).dtype == torch.float32
+    assert seen == [torch.bfloat16]
+    with pytest.raises(HalfstepError, match="keep_fp32_wrapper=False"):
+        pickle.dumps(prepared)
+    plain = pickle.loads(pickle.dumps(accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)))
+    assert torch.equal(weights(plain), weights(model))
+
+
 def test_free_memory_ends_a_training_and_the_next_one_begins_anew():
     theirs = net()
     expected = twin("bf16", theirs, adamw(theirs), 1, 2, 1)
@@ -469,6 +487,27 @@ def test_closures_and_arguments_that_backward_cannot_take():
         optimizer.step(lambda: loss)
     with pytest.raises(HalfstepError, match="without a gradient"):
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def test_true_gradients_of_16_bit_weights_are_refused():
+    accelerator, model = accelerator_for("bf16 master=split16"), net()
+    model, _ = accelerator.prepare(model, adamw(model))
+    accelerator.backward(loss_of(model, next(iter(loader(1)))))
+    assert accelerator.clip_grad_norm_(model.parameters(), 1.0) > 0
+    for call in (
+        accelerator.unscale_gradients,
+        lambda: accelerator.clip_grad_norm_(model[0].parameters(), 1.0),
+        lambda: accelerator.clip_grad_value_(model.parameters(), 1.0),
+    ):
+        with pytest.raises(HalfstepError, match="rounded to 16 bit"):
+            call()
+
+
+def test_a_policy_that_would_have_to_run_a_step_again():
+    accelerator, model = accelerator_for("fp16 on_exhausted=promote"), net()
+    accelerator.prepare(model, adamw(model))
+    with pytest.raises(HalfstepError, match="without a closure"):
+        assert accelerator.info
 
 
 def test_half_weights_are_refused_by_name_when_the_first_pass_runs():

@@ -447,6 +447,13 @@ class Accelerator(accelerate.Accelerator):
                     stack.enter_context(optimizer.plain())
             yield
 
+    def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
+        """As Accelerate's: with ``keep_fp32_wrapper=False`` a model that opens no region, and can be pickled."""
+        inner = super().unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
+        if not keep_fp32_wrapper and (regions := self._regions.pop(inner, None)):
+            regions.remove()
+        return inner
+
     def free_memory(self, *objects: Any) -> Any:
         """As Accelerate's. The models are as they were before, and the logs are complete."""
         for regions in self._regions.values():

@@ -61,6 +61,12 @@ def without_replay(policy: Policy, hardware: Hardware, is_alone: bool) -> Policy
 
     is_alone: whether no other rank has a say in what ``auto`` becomes.
     """
+    if policy.on_exhausted == "promote":
+        raise HalfstepError(
+            f"policy '{policy}' in a loop without a closure",
+            "the module to promote is found by running the micro-batch again",
+            "Leave on_exhausted out, and keep the module that the error names in fp32; or use halfstep.Stepper.",
+        )
     skips = replace(policy, on_overflow="skip")
     if policy.compute == "auto" and not is_alone:
         return skips

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NoReturn
 
 from accelerate.utils import convert_to_fp32
 from torch import nn
 
+from halfstep.errors import HalfstepError
 from halfstep.kernels import untraced
 
 
@@ -29,6 +31,21 @@ class OpenRegions:
             model.register_forward_pre_hook(self._enter, prepend=True),  # before hooks that look at what is open
             model.register_forward_hook(self._leave, always_call=True),
         ]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OpenRegions:
+        """A copy of the model, as for an average of its weights, opens the same region."""
+        other = object.__new__(OpenRegions)
+        memo[id(self)] = other
+        other.model, other._region = copy.deepcopy(self.model, memo), self._region
+        other._open, other._handles = [], []
+        return other
+
+    def __reduce__(self) -> NoReturn:
+        raise HalfstepError(
+            "a pickle of a prepared model",
+            "it opens regions of the run that it belongs to",
+            "Save its state_dict(), or accelerator.unwrap_model(model, keep_fp32_wrapper=False).",
+        )
 
     @untraced
     def _enter(self, *_: Any) -> None:
