@@ -293,6 +293,15 @@ def _own_forward(module: nn.Module) -> Any:
     return forward if method is not None and method() is forward else None
 
 
+def rule_of(module: nn.Module) -> tuple[bool, torch.dtype] | None:
+    """Whether the open region's rule for ``module`` is a 16-bit one, and its format; None where it has no rule.
+
+    For a caller that multiplies by the weights of a module without calling it.
+    """
+    forward = _own_forward(module)
+    return forward.rules.get(_opened[-1]._token) if forward is not None and _opened else None
+
+
 def _wrap_forward(module: nn.Module, device_type: str) -> Any:
     function: Any = _ruled(module, module.__dict__.get("forward"), device_type)
     forward = module.forward = types.MethodType(function, module)

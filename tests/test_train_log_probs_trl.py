@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from reference.log_probs import plain
 
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
@@ -16,6 +17,8 @@ peft = pytest.importorskip("peft")
 tokenizers = pytest.importorskip("tokenizers")
 transformers = pytest.importorskip("transformers")
 
+from halfstep.policy import Policy  # noqa: E402
+from halfstep.region import Region  # noqa: E402
 from halfstep.train.losses import ChunkedDPO, ChunkedHead, ChunkedKTO, ChunkedSFT  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*is deprecated:FutureWarning")
@@ -257,6 +260,24 @@ def test_what_the_tiles_cannot_serve_is_trls_own_and_says_so(tmp_path: Path, cap
     assert "TRL's own head" in trainer.log_probs_note
     assert "Wrapped" in trainer.log_probs_note
     assert len([record for record in caplog.records if "Wrapped" in record.message]) == 1
+
+
+def test_a_head_that_the_policy_keeps_in_fp32_or_in_another_format(tmp_path: Path) -> None:
+    """The head is never called, so its module rule has to be found."""
+    seen: list[torch.Tensor] = []
+    model = llama()
+    model.model.norm.register_forward_hook(lambda module, args, output: seen.append(output.detach()))
+    trainer = build("SFT", True, model, tmp_path)
+    batch = next(iter(trainer.get_train_dataloader()))
+    labels = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)
+    weight = model.lm_head.weight.detach()
+    for text, format in (("bf16", torch.bfloat16), ("fp32", torch.float32), ("fp16", torch.float16)):
+        rules = Policy.parse("bf16").with_module("lm_head", text) if text != "bf16" else Policy.parse("bf16")
+        with torch.no_grad(), Region(model, rules):
+            found = trainer.model(**batch, fused_lm_head=True).log_probs
+        exact = plain(seen[-1].to(format), weight.to(format), labels).log_probs[:, :-1]
+        assert float((found - exact).abs().max()) < 1e-5
+        assert found.dtype == torch.float32
 
 
 def test_a_model_that_scales_and_caps_its_logits(tmp_path: Path) -> None:

@@ -10,14 +10,18 @@ says which.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import types
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from halfstep.region import rule_of
 from halfstep.train.log_probs import CHUNK_BYTES, STATISTICS, TokenStatistics, token_statistics
 
 _log = logging.getLogger(__name__)
@@ -61,9 +65,13 @@ class ChunkedHead:
         theirs = inner.forward
         if getattr(theirs, "is_chunked", False):
             return
-        inner.forward = types.MethodType(self._answer(theirs, asked), inner)
+        # Accelerate opens its autocast around the forward that it found, TRL's: inside ours, if it came before us.
+        region = self.accelerator.autocast if hasattr(inner, "_original_forward") else contextlib.nullcontext
+        inner.forward = types.MethodType(self._answer(theirs, asked, region), inner)
 
-    def _answer(self, theirs: Callable[..., Any], asked: frozenset[str]) -> Callable[..., Any]:
+    def _answer(
+        self, theirs: Callable[..., Any], asked: frozenset[str], region: Callable[[], AbstractContextManager[Any]]
+    ) -> Callable[..., Any]:
         # generate() reads the signature of the model's own forward through the wraps.
         @functools.wraps(theirs)
         def forward(model: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
@@ -73,8 +81,7 @@ class ChunkedHead:
             self._note(reason)
             if reason is not None:
                 return theirs(*args, fused_lm_head=True, **kwargs)
-            # A reference model was prepared before we came: accelerate's autocast is around TRL's forward, inside ours.
-            with self.accelerator.autocast():
+            with region():
                 return _forward(model, args, kwargs, asked, self.chunk_bytes)
 
         forward.is_chunked = True  # type: ignore[attr-defined]
@@ -141,21 +148,31 @@ def _forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], asked: f
     if shifted is None:
         # The last place predicts nothing. Labels move, since to slice the hidden states would copy them.
         shifted = nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
-    head = _inside(model.get_output_embeddings())
+    outer = model.get_output_embeddings()
+    head = _inside(outer)
+    weight, bias = head.weight, head.bias
     multiplier, soft_cap = _transform(model.config.get_text_config())
-    found = token_statistics(
-        hidden.to(head.weight.device),
-        head.weight,
-        shifted.to(head.weight.device),
-        head.bias,
-        also=asked,
-        scale=multiplier,
-        soft_cap=soft_cap,
-        chunk_bytes=chunk_bytes,
-    )
+    with contextlib.ExitStack() as stack:
+        # The head is not called, so what a policy says about it is looked up.
+        rule = rule_of(outer) or rule_of(head)
+        if rule is not None:
+            is_low, dtype = rule
+            stack.enter_context(torch.autocast(weight.device.type, dtype=dtype if is_low else None, enabled=is_low))
+            if not is_low:
+                hidden, weight, bias = hidden.float(), weight.float(), bias if bias is None else bias.float()
+        found = token_statistics(
+            hidden.to(weight.device),
+            weight,
+            shifted.to(weight.device),
+            bias,
+            also=asked,
+            scale=multiplier,
+            soft_cap=soft_cap,
+            chunk_bytes=chunk_bytes,
+        )
     values = {_TRL_NAMES.get(name, name): value for name, value in _fields(found).items()}
     values = {name: value[:, :num_places] for name, value in values.items()}
-    mask = (shifted != -100)[:, :num_places].to(head.weight.device)
+    mask = (shifted != -100)[:, :num_places].to(weight.device)
     divisor = mask.sum().clamp(min=1) if num_items is None else num_items
     return FusedCausalLMOutput(loss=-values["log_probs"].sum() / divisor, label_mask=mask, **values)
 
