@@ -1,5 +1,8 @@
 """The precision plugin under the Trainer: a loop's steps are those of a Stepper."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -330,6 +333,12 @@ def test_what_cannot_work_is_one_line():
         _ = Precision("bf16").info
     with pytest.raises(HalfstepError, match="no module"):
         fit(Net(), Precision("bf16 module:nowhere=fp32"))
+
+
+def test_a_machine_without_lightning_is_told_what_to_install():
+    program = "import sys; sys.modules['lightning'] = None; import halfstep.integrations.lightning"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert "it needs lightning, which is not installed. Run: pip install 'halfstep[lightning]'" in result.stderr
 
 
 def test_a_module_without_an_optimizer_is_refused():
