@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import types
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ transformers = pytest.importorskip("transformers")
 
 from halfstep.policy import Policy  # noqa: E402
 from halfstep.region import Region  # noqa: E402
-from halfstep.train.losses import ChunkedDPO, ChunkedHead, ChunkedKTO, ChunkedSFT  # noqa: E402
+from halfstep.train.losses import ChunkedDPO, ChunkedHead, ChunkedKTO, ChunkedSFT, _not_ours  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*is deprecated:FutureWarning")
 
@@ -278,6 +279,24 @@ def test_a_head_that_the_policy_keeps_in_fp32_or_in_another_format(tmp_path: Pat
         exact = plain(seen[-1].to(format), weight.to(format), labels).log_probs[:, :-1]
         assert float((found - exact).abs().max()) < 1e-5
         assert found.dtype == torch.float32
+
+
+def test_weights_that_are_not_plain_ones_are_left_to_trl() -> None:
+    class Sharded(torch.Tensor):
+        pass
+
+    config = types.SimpleNamespace(get_text_config=lambda: types.SimpleNamespace())
+    head = torch.nn.Linear(4, 8)
+    model = types.SimpleNamespace(config=config, get_output_embeddings=lambda: head)
+    assert _not_ours(model, {}) is None
+    assert "experts" in str(_not_ours(model, {"output_router_logits": True}))
+    head.weight = torch.nn.Parameter(torch.zeros(8, 4).as_subclass(Sharded))
+    assert "Sharded" in str(_not_ours(model, {}))
+    head.weight = torch.nn.Parameter(torch.zeros(8, 4, dtype=torch.uint8), requires_grad=False)
+    assert "floating point" in str(_not_ours(model, {}))
+    head.weight = torch.nn.Parameter(torch.zeros(8, 4))
+    head.weight.ds_id = 0
+    assert "ZeRO-3" in str(_not_ours(model, {}))
 
 
 def test_a_model_that_scales_and_caps_its_logits(tmp_path: Path) -> None:

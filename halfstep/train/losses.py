@@ -120,8 +120,10 @@ def _not_ours(model: Any, kwargs: dict[str, Any]) -> str | None:
     weight = getattr(head, "weight", None)
     if not isinstance(weight, Tensor) or not weight.is_floating_point():
         return f"the output layer is a {type(head).__name__} without a weight in floating point"
-    if hasattr(weight, "full_tensor") or hasattr(weight, "ds_id"):
-        return "the weight of the output layer is in shards (FSDP2, ZeRO-3)"
+    if hasattr(weight, "ds_id"):
+        return "the weight of the output layer is in shards (ZeRO-3)"
+    if type(weight) not in (Tensor, nn.Parameter):
+        return f"the weight of the output layer is a {type(weight).__name__}"  # shards of FSDP2, torchao's formats
     if not isinstance(_inside(head), nn.Linear):
         return f"the output layer is a {type(head).__name__}, which may do more than multiply by its weight"
     if kwargs.get("output_router_logits") or getattr(model.config.get_text_config(), "output_router_logits", False):
