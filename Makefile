@@ -35,7 +35,7 @@ check: $(READY)
 	$(PYTEST)
 
 bench: $(READY)
-	@for file in benchmarks/bench_*.py benchmarks/memory.py benchmarks/peer_table.py benchmarks/planner.py benchmarks/lint_precision.py; do $(BIN)/python $$file || exit 1; done
+	@for file in benchmarks/bench_*.py benchmarks/memory.py benchmarks/peer_table.py benchmarks/log_probs.py benchmarks/planner.py benchmarks/lint_precision.py; do $(BIN)/python $$file || exit 1; done
 
 clean:
 	rm -rf $(VENV) report.html report.json
