@@ -5,6 +5,7 @@ import shutil
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import accelerate
 import pytest
@@ -18,8 +19,10 @@ from accelerate.utils import (
 )
 from accelerated import accelerator_for, adamw, fresh_state, loader, loss_of, net, train, weights
 
-from halfstep import HalfstepError, Stepper
+from halfstep import HalfstepError, Policy, Stepper
+from halfstep.distributed.deepspeed_settings import policy_of
 from halfstep.integrations.accelerate import Accelerator
+from halfstep.integrations.accelerate_zero import check_clipping, write_policy
 
 FP16 = "fp16 scale.init=65536 scale.interval=3"
 NUM = 10  # batches of an epoch: of two ranks each has 5, and a window of 2 is short at the end
@@ -218,6 +221,40 @@ def each_batch_synchronised():
 
 def test_settings_of_ddp_and_of_accumulation(world2):
     check(world2.run(each_batch_synchronised), one_process("bf16", num_epochs=1))
+
+
+def test_a_policy_becomes_a_part_of_deepspeeds_configuration():
+    off = {"enabled": False}
+    plugin = SimpleNamespace(zero_stage=2, deepspeed_config={"gradient_clipping": 0.5, "bf16": off, "fp16": off})
+    write_policy(plugin, Policy.parse("fp16 master=copy on_overflow=skip"), is_said=True)
+    assert policy_of(plugin.deepspeed_config) == Policy.parse("fp16 master=copy on_overflow=skip")
+    assert plugin.deepspeed_config["fp16"]["enabled"] is True
+    assert plugin.deepspeed_config["gradient_clipping"] == 0.5
+    write_policy(plugin, Policy.parse("fp16 master=copy on_overflow=skip"), is_said=True)
+    with pytest.raises(HalfstepError, match="two things about the same weights"):
+        write_policy(plugin, Policy.parse("bf16"), is_said=True)
+
+
+def test_a_configuration_of_ones_own_decides_where_nobody_asks():
+    plugin = SimpleNamespace(zero_stage=2, deepspeed_config={"bf16": {"enabled": True}})
+    write_policy(plugin, Policy.parse("auto"), is_said=False)
+    assert plugin.deepspeed_config == {"bf16": {"enabled": True}}
+    with pytest.raises(HalfstepError, match=r"bf16\.enabled=true"):
+        write_policy(plugin, Policy.parse("bf16"), is_said=True)
+
+
+class Engine:
+    """What a stepper asks of DeepSpeed's engine about clipping."""
+
+    def gradient_clipping(self):
+        return 0.5
+
+
+def test_a_clip_that_is_not_deepspeeds_own_is_refused():
+    stepper = SimpleNamespace(engine=Engine())
+    check_clipping(stepper, 0.5, 2)
+    with pytest.raises(HalfstepError, match=r"which clips to 0\.5"):
+        check_clipping(stepper, 1.0, 2)
 
 
 @pytest.mark.slow
