@@ -25,6 +25,7 @@ from halfstep.dtypes import LOW_DTYPES
 from halfstep.errors import HalfstepError
 from halfstep.events import RunInfo, StepReport
 from halfstep.hardware import Hardware
+from halfstep.integrations.lightning.checks import check_module, check_promotion, check_strategy
 from halfstep.integrations.lightning.schedulers import hold_schedulers
 from halfstep.integrations.lightning.windows import NO_REPLAY, Settings, Windows
 from halfstep.policy import Policy
@@ -132,11 +133,11 @@ class Precision(LightningPrecision):
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
         module: Any = model if isinstance(model, LightningModule) else model.module
         trainer = self._trainer = module.trainer
-        _check_strategy(type(trainer.strategy).__name__)
+        check_strategy(type(trainer.strategy).__name__)
         if trainer.state.fn == "fit":
-            _check_module(module, optimizers)
+            check_module(module, optimizers)
             if not module.automatic_optimization:
-                _check_promotion(self._settings.policy, "manual optimization")
+                check_promotion(self._settings.policy, "manual optimization")
             self._windows, self._region = Windows(model, optimizers, self._settings), None
             self._warn()
             self._release = hold_schedulers(module, lambda: self._stepped is not None and self._stepped.applied)
@@ -210,11 +211,11 @@ class Precision(LightningPrecision):
     def _begin_fabric(self) -> None:
         model = self._models[0] if len(self._models) == 1 else nn.ModuleList(self._models)
         if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
-            _check_strategy("ModelParallelStrategy")
+            check_strategy("ModelParallelStrategy")
         if not any(parameter.requires_grad for parameter in model.parameters()):
             self._region = Region(model, self._settings.policy, self._settings.hardware)
         else:
-            _check_promotion(self._settings.policy, "Fabric")
+            check_promotion(self._settings.policy, "Fabric")
             # What Fabric wraps around a model is not to be seen from here: ranks do not know of each other.
             is_first = not (torch.distributed.is_available() and torch.distributed.is_initialized())
             is_first = is_first or torch.distributed.get_rank() == 0
@@ -231,7 +232,7 @@ class Precision(LightningPrecision):
 
     def backward(self, tensor: torch.Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         if type(model).__name__ == "DeepSpeedEngine":
-            _check_strategy("DeepSpeedStrategy")
+            check_strategy("DeepSpeedStrategy")
         if self._trainer is not None:
             args = args[1:]  # the optimizer
         if others := [*args, *(kwargs.keys() - {"retain_graph"})]:
@@ -257,7 +258,7 @@ class Precision(LightningPrecision):
                 "Leave it out.",
             )
         if not isinstance(optimizer, Optimizer):
-            _check_strategy("DeepSpeedStrategy")
+            check_strategy("DeepSpeedStrategy")
         windows = self._steps
         windows.stepper_of(optimizer)  # refuses what cannot work, before a closure runs
         # The closure of automatic optimization can run its training step alone, which a diagnosis asks for.
@@ -343,42 +344,3 @@ class Precision(LightningPrecision):
 
 def _unwrapped(optimizer: Any) -> Any:
     return optimizer.optimizer if isinstance(optimizer, LightningOptimizer | _FabricOptimizer) else optimizer
-
-
-def _check_strategy(name: str) -> None:
-    for part, use in (
-        ("FSDP", "halfstep.distributed.shard(model, policy)"),
-        ("ModelParallel", "halfstep.distributed.shard(model, policy)"),
-        ("DeepSpeed", "halfstep.distributed.DeepSpeedStepper(engine)"),
-        ("XLA", "halfstep.Stepper on a CUDA device or a CPU"),
-    ):
-        if part in name:
-            raise HalfstepError(
-                f"{name} with halfstep's precision plugin",
-                "it casts, scales or steps by itself",
-                f"Use strategy='ddp', or {use} in a loop of your own.",
-            )
-
-
-def _check_promotion(policy: Policy, loop: str) -> None:
-    if policy.on_exhausted == "promote":
-        raise HalfstepError(
-            f"on_exhausted=promote under {loop}",
-            "the module at fault is found by running the loss again, which this loop cannot",
-            "Use automatic optimization, or a rule: halfstep trace names the module.",
-        )
-
-
-def _check_module(module: LightningModule, optimizers: Sequence[Optimizer]) -> None:
-    if not optimizers or type(optimizers[0]).__name__ == "_MockOptimizer":
-        raise HalfstepError(
-            f"{type(module).__name__}.configure_optimizers() without an optimizer",
-            "a precision plugin has no step to take",
-            "Return one, or leave the plugin out.",
-        )
-    if is_overridden("backward", module):
-        raise HalfstepError(
-            f"{type(module).__name__}.backward",
-            "the Stepper runs the backward pass, from the scaled loss",
-            "Take it out; with self.automatic_optimization = False call self.manual_backward(loss).",
-        )
