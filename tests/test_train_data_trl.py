@@ -85,12 +85,12 @@ def test_losses_fall_in_a_few_steps(task, most, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("task", "rate", "most"), [("pretrain", 3e-3, 5.9), ("sft", 3e-3, 5.75), ("dpo", 1e-3, 0.1), ("kto", 1e-3, 0.25)]
+    ("task", "rate", "most"), [("pretrain", 3e-3, 6.0), ("sft", 3e-3, 5.75), ("dpo", 1e-3, 0.1), ("kto", 1e-3, 0.25)]
 )
 def test_losses_fall_far_in_a_hundred_steps(task, rate, most, tmp_path):
     before, after, steps = losses(task, tmp_path, max_steps=100, learning_rate=rate, warmup_steps=10)
-    assert after < most < 0.86 * before
-    assert sum(steps[-10:]) / 10 < 0.86 * steps[0]
+    assert after < most < 0.87 * before
+    assert sum(steps[-10:]) / 10 < 0.87 * steps[0]
 
 
 def write(path, *records):
