@@ -5,22 +5,20 @@ Exit status: 0 fine, 1 the tool found what it looks for, 2 the call was wrong. A
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from halfstep import __version__
+from halfstep import __version__, job
 from halfstep.errors import HalfstepError
 from halfstep.job import Job
-from halfstep.output import HtmlOption, JsonOption, check_writable, emit, finish
+from halfstep.output import DeviceOption, HtmlOption, JsonOption, check_writable, emit, finish, need_torch
+from halfstep.progress import bar
+from halfstep.train.command import train
 from halfstep.watch.command import watch_app
 
 app = typer.Typer(
@@ -30,14 +28,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-_job = Job()
-"""Where several ranks run a command together, this one's part in it; :func:`run` sets it."""
-
 WorkloadArgument = Annotated[
     str,
     typer.Argument(metavar="WORKLOAD", help="A built-in workload (charlm, digits, mlp, fragile) or FILE.py:FUNCTION."),
 ]
-DeviceOption = Annotated[str | None, typer.Option(metavar="DEVICE", help="cpu, cuda or cuda:N; CUDA if it is there.")]
 PolicyOption = Annotated[
     str | None,
     typer.Option(
@@ -99,9 +93,9 @@ def compare(
     html_file: HtmlOption = None,
 ) -> None:
     """Train WORKLOAD in each policy from the same seeds, and judge each against the first."""
-    if _job.speaks:
+    if job.current.speaks:
         check_writable(json_file, html_file)
-    _need_torch()
+    need_torch()
     from halfstep.compare import compare as run
     from halfstep.compare.page import write_html
     from halfstep.source import load
@@ -110,11 +104,11 @@ def compare(
     steps = (source.default_steps or 100) if steps is None else steps
     seeds = (source.default_seeds or 5) if seeds is None else seeds
     names = _names(policies)
-    with _bar(steps * seeds * len(names)) as advance:
+    with bar(steps * seeds * len(names)) as advance:
         report, trials = run(
             source, names, steps, seeds, device, margin, lambda p, seed: advance(f"seed {seed + 1} of {seeds}, {p}")
         )
-    if _job.speaks:
+    if job.current.speaks:
         if report.interrupted:
             print(f"halfstep: interrupted; the report holds the {len(trials)} trials that had ended", file=sys.stderr)
         if html_file is not None:
@@ -140,9 +134,9 @@ def trace(
     from halfstep.explain.trace import trace as run
 
     steps = (source.default_steps or 100) if steps is None else steps
-    with _bar(steps) as advance:
+    with bar(steps) as advance:
         report = run(source, chosen, steps, seed, device, advance)
-    if _job.speaks:
+    if job.current.speaks:
         finish(report, json_file, html_file)
     raise typer.Exit(1 if report.found else 0)
 
@@ -223,7 +217,7 @@ def tune(
     from halfstep.explain.tune import tune as run
 
     steps = (source.default_steps or 100) if steps is None else steps
-    with _bar(steps) as advance:
+    with bar(steps) as advance:
         report = run(
             source,
             chosen,
@@ -277,7 +271,7 @@ def plan(
     check_writable(json_file, html_file, snapshot)
     from halfstep.plan import plan as run
 
-    with _bar(1) as advance:
+    with bar(1) as advance:
         report = run(
             model,
             _names(policies),
@@ -307,11 +301,11 @@ def measure(
 ) -> None:
     """Measure memory and speed of WORKLOAD's training step in each policy here, beside what plan predicts."""
     check_writable(json_file, html_file)
-    _need_torch()
+    need_torch()
     from halfstep.plan.measure_report import measure as run
 
     names = _names(policies)
-    with _bar((repeats + 2) * len(names)) as advance:
+    with bar((repeats + 2) * len(names)) as advance:
         report = run(workload, names, batch_size=batch, repeats=repeats, device=device, progress=advance)
     finish(report, json_file, html_file)
 
@@ -375,85 +369,7 @@ def lint(
 app.add_typer(watch_app, name="watch", help="Watch runs: halfstep watch RUNS_DIR shows them on a live page.")
 
 
-@app.command()
-def train(
-    task: Annotated[str, typer.Argument(metavar="TASK", help="pretrain, sft, dpo or kto.")],
-    config: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Flags by name from a TOML file; those given here win.")
-    ] = None,
-    model: Annotated[
-        str | None, typer.Option(metavar="PATH", help="A transformers model's folder, or tiny.", show_default="tiny")
-    ] = None,
-    data: Annotated[
-        str | None, typer.Option(metavar="DATA", help="FILE.jsonl, a DIR, or builtin.", show_default="builtin")
-    ] = None,
-    output: Annotated[
-        str | None, typer.Option(metavar="DIR", help="For log, checkpoints, model.", show_default="one in runs/")
-    ] = None,
-    policy: Annotated[str | None, typer.Option(metavar="P", help="A policy or FILE.toml.", show_default="auto")] = None,
-    steps: Annotated[int | None, typer.Option(metavar="N", help="Optimizer steps.")] = None,
-    batch: Annotated[int | None, typer.Option(metavar="N", help="Samples in a micro-batch.")] = None,
-    accumulate: Annotated[
-        int | None, typer.Option(metavar="N", help="Micro-batches in a step.", show_default="1")
-    ] = None,
-    lr: Annotated[float | None, typer.Option(metavar="X", help="Learning rate.", show_default="the task's")] = None,
-    max_norm: Annotated[
-        float | None, typer.Option(metavar="X", help="Norm to clip gradients to, 0 for none.", show_default="1")
-    ] = None,
-    max_length: Annotated[int | None, typer.Option(metavar="N", help="Tokens of a sample.")] = None,
-    optimizer: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="adamw, adamw8bit, adamw4bit, sgd or adafactor.", show_default="adamw"),
-    ] = None,
-    lora: Annotated[bool | None, typer.Option("--lora/--no-lora", help="Train adapters on frozen weights.")] = None,
-    lora_rank: Annotated[int | None, typer.Option(metavar="R", help="Rank of an adapter.", show_default="16")] = None,
-    lora_targets: Annotated[
-        str | None,
-        typer.Option(metavar="LIST", help="Layers that get one, by comma.", show_default="all-linear"),
-    ] = None,
-    quantize: Annotated[
-        str | None, typer.Option(metavar="4bit", help="With --lora: hold the weights in 4 bits.")
-    ] = None,
-    checkpointing: Annotated[
-        bool | None,
-        typer.Option("--checkpointing/--no-checkpointing", help="Keep no activations of blocks."),
-    ] = None,
-    save_every: Annotated[int | None, typer.Option(metavar="N", help="Steps between two checkpoints.")] = None,
-    resume: Annotated[bool | None, typer.Option("--resume", help="Go on from the last checkpoint in --output.")] = None,
-    seed: Annotated[
-        int | None, typer.Option(metavar="N", help="Of order, dropout, new weights.", show_default="0")
-    ] = None,
-    device: DeviceOption = None,
-    plan: Annotated[
-        bool | None, typer.Option("--plan/--no-plan", help="Plan the memory first, and refuse what cannot fit.")
-    ] = None,
-    memory: Annotated[
-        float | None, typer.Option(metavar="GIB", help="Memory to plan for.", show_default="the device's own")
-    ] = None,
-    options: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="TRL's arguments, as 'warmup_steps=10 beta=0.2'.")
-    ] = None,
-    json_file: JsonOption = None,
-) -> None:
-    """Train a language model in the precision that fits the machine: TASK is pretrain, sft, dpo or kto."""
-    given = {name: value for name, value in locals().items() if name not in ("task", "config", "json_file")}
-    if _job.speaks:
-        check_writable(json_file)
-    from halfstep.train.settings import Settings
-
-    settings = Settings.of(task, given, config)
-    _need_torch()
-    _need_train()
-    from halfstep.train.quiet import quieten
-
-    quieten()
-    from halfstep.train.run import train as run
-
-    with _bar(0) as advance:
-        report = run(settings, advance if sys.stderr.isatty() else _in_lines())
-    if _job.speaks:
-        emit(report, json_file)
-    raise typer.Exit(1 if report.found else 0)
+app.command()(train)
 
 
 @app.command()
@@ -467,39 +383,6 @@ def new(
     print(f"wrote {file}: fill it in, then run  halfstep compare {file}:workload")
 
 
-@contextmanager
-def _bar(total: int) -> Iterator[Callable[..., None]]:
-    """A progress bar on standard error of a terminal. What it gives sets its text and moves it."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
-    bar = Progress(*columns, console=console, transient=True, disable=not (console.is_interactive and _job.speaks))
-    task = bar.add_task("", total=total)
-
-    def advance(text: str, completed: int | None = None, total: int | None = None) -> None:
-        bar.start()  # here, so that a call that is refused shows no bar
-        step = 1 if completed is None else None
-        bar.update(task, advance=step, completed=completed, total=total, description=text)
-
-    try:
-        yield advance
-    finally:
-        if bar.live.is_started:
-            bar.stop()
-
-
-def _in_lines() -> Callable[[str, int, int | None], None]:
-    """For a run of hours whose standard error is a file: a line for each new text, by the rank that speaks."""
-    last = ""
-
-    def show(text: str, step: int, total: int | None) -> None:
-        nonlocal last
-        if text != last and _job.speaks:
-            print(f"step {step} of {total}: {text}" if step else text, file=sys.stderr)
-        last = text
-
-    return show
-
-
 def _names(text: str) -> list[str]:
     """What stands between the commas."""
     return [name.strip() for name in text.split(",") if name.strip()]
@@ -507,32 +390,15 @@ def _names(text: str) -> list[str]:
 
 def _prepare(workload: str, policy: str | None, device: str | None, *files: str | None) -> tuple[Any, Any]:
     """The source and the policy that a tool looks at, after refusing what would fail later."""
-    if _job.speaks:
+    if job.current.speaks:
         check_writable(*files)
-    _need_torch()
+    need_torch()
     from halfstep.explain.rehearsal import default_policy
     from halfstep.policy import Policy
     from halfstep.source import load
 
     source = load(workload)
     return source, default_policy(device) if policy is None else Policy.parse(policy)
-
-
-def _need_torch() -> None:
-    try:
-        import torch  # noqa: F401
-    except ImportError:
-        raise HalfstepError(
-            "halfstep without torch", "this command trains, and torch is not installed", "pip install 'halfstep[torch]'"
-        ) from None
-
-
-def _need_train() -> None:
-    for package in ("transformers", "trl", "peft", "accelerate", "datasets"):
-        if importlib.util.find_spec(package) is None:
-            raise HalfstepError(
-                "halfstep train", f"it needs {package}, which is not installed", "pip install 'halfstep[train]'"
-            )
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -542,12 +408,11 @@ def run(arguments: Sequence[str]) -> int:
     for at, word in enumerate(words):
         if word == "--json" and (at + 1 == len(words) or (words[at + 1] != "-" and words[at + 1].startswith("-"))):
             words[at] = "--json=-"
-    global _job
-    _job = Job()
+    job.current = Job()
     try:
-        return _job.end(*_run(words))
+        return job.current.end(*_run(words))
     except Exception as error:
-        if not _job.hears(error):
+        if not job.current.hears(error):
             return 2
         raise
 
@@ -555,7 +420,7 @@ def run(arguments: Sequence[str]) -> int:
 def _run(words: list[str]) -> tuple[int, str | None]:
     """The exit status of the command, and what is to be said of an error."""
     try:
-        _job.open(" ".join(words[:1]))
+        job.current.open(" ".join(words[:1]))
         status = int(app(words, standalone_mode=False, prog_name="halfstep") or 0)
         if status == 130:  # what typer makes of Ctrl-C
             raise KeyboardInterrupt

@@ -114,3 +114,7 @@ class Job:
                 return False
             time.sleep(0.02)
         return True
+
+
+current = Job()
+"""That of this process; each call of the command begins a new one."""

@@ -17,6 +17,7 @@ from halfstep.files import write_whole
 JsonOption = Annotated[
     str | None, typer.Option("--json", metavar="FILE", help="Write the report as JSON; - or nothing prints it instead.")
 ]
+DeviceOption = Annotated[str | None, typer.Option(metavar="DEVICE", help="cpu, cuda or cuda:N; CUDA if it is there.")]
 HtmlOption = Annotated[str | None, typer.Option("--html", metavar="FILE", help="Write the report as one HTML file.")]
 
 
@@ -60,3 +61,12 @@ def check_writable(*files: str | None) -> None:
             raise HalfstepError(f"output file {path}", why, "Name a file in a directory that exists.")
         if not os.access(path if path.exists() else path.parent, os.W_OK):
             raise HalfstepError(f"output file {path}", "it cannot be written here", "Choose another place.")
+
+
+def need_torch() -> None:
+    try:
+        import torch  # noqa: F401
+    except ImportError:
+        raise HalfstepError(
+            "halfstep without torch", "this command trains, and torch is not installed", "pip install 'halfstep[torch]'"
+        ) from None

@@ -30,7 +30,7 @@ ROWS = [
     "workload",
     "workloads share",
     "source loop interruption job",
-    "compare template doctor",
+    "compare template doctor progress",
     "explain plan",
     "integrations",
     "train",
@@ -53,6 +53,7 @@ TORCH_FREE = {
     "doctor",
     "template",
     "job",
+    "progress",
     "cli",
     "__main__",
 }
