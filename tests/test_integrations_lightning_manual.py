@@ -221,6 +221,15 @@ def test_two_optimizers_take_turns_as_by_hand(policy, fused, toggles):
     assert [report.step for report in reports] == [step for step in range(1, 8) for _ in "dg"]
 
 
+def test_held_casts_of_two_optimizers_are_those_of_their_weights_of_now():
+    runs = []
+    for keep_casts in (False, True):
+        module = Gan(fused=True)
+        fit(module, Precision("bf16", keep_casts=keep_casts), max_epochs=2)
+        runs.append(weights(module))
+    assert torch.equal(*runs)
+
+
 def test_an_overflow_of_one_leaves_the_other_its_step():
     module = Gan(bad=(2,))
     events = []

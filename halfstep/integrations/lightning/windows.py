@@ -204,7 +204,8 @@ class Windows:
         return report
 
     def close(self) -> None:
-        """End the logs."""
+        """End the logs, and drop the casts of a window that will not end."""
+        self.first.region.release()
         for stepper in self._steppers.values():
             stepper.close()
 
