@@ -1,5 +1,6 @@
 """PrecisionMixin in front of Trainer: the losses are those without it, logs are true, nobody notices a replay."""
 
+import json
 import math
 
 import pytest
@@ -8,6 +9,7 @@ from reference.trainers import Precise, arguments, logs, net, rows, same_weights
 from torch import nn
 from torch.nn import functional as F
 from transformers import Trainer, TrainerCallback
+from transformers.trainer_utils import HPSearchBackend
 
 from halfstep import HalfstepError, ScaleExhausted
 from halfstep.events import Overflow, StepReport
@@ -179,6 +181,34 @@ def test_the_floor_stops_with_the_last_good_weights(tmp_path, capsys):
     assert all(torch.equal(p, q) for p, q in zip(good, trainer.model.parameters(), strict=True))
 
 
+def test_a_module_that_fp16_cannot_hold_is_promoted_and_resumed_so(tmp_path):
+    def fragile():
+        model = net()
+        with torch.no_grad():
+            model.model.layers[0].mlp.up_proj.weight.mul_(3e6)
+        return model
+
+    settings = {"save_strategy": "steps", "save_steps": 2}
+    policy = "fp16 on_exhausted=promote"
+    full = trained(Precise(fragile(), arguments(tmp_path, **settings), train_dataset=rows(), policy=policy))
+    assert "module:model.layers.0.mlp.down_proj=fp32" in full.info.effective
+    assert logs(full, "skipped_steps") == [0] * 4
+    (tmp_path / "checkpoint-4").rename(tmp_path / "last")
+    resumed = Precise(fragile(), arguments(tmp_path, **settings), train_dataset=rows(), policy=policy)
+    trained(resumed, resume_from_checkpoint=True)
+    assert resumed.info.effective == full.info.effective
+    assert same_weights(resumed.model, full.model)
+
+
+def test_the_log_of_two_runs(tmp_path):
+    trainer = Precise(net(), arguments(tmp_path), train_dataset=rows(), policy="bf16", log=tmp_path / "log")
+    for _ in range(2):
+        trained(trainer)
+    (file,) = (tmp_path / "log").iterdir()
+    kinds = [json.loads(line)["kind"] for line in file.read_text().splitlines()]
+    assert kinds == ["run", *["step"] * 4, "end"] * 2
+
+
 def test_bookkeeping_puts_back_what_trainers_keep():
     class Owner:
         pass
@@ -302,6 +332,18 @@ def test_a_new_model_for_each_run(tmp_path):
     trainer = Precise(args=arguments(tmp_path), train_dataset=rows(), model_init=lambda: net(), policy="fp16")
     for _ in range(2):
         assert trained(trainer).stepper.model is trainer.model
+
+
+def test_trials_of_a_search(tmp_path):
+    """Each makes the Trainer's Accelerator anew, and the model; the trial is given as wandb's sweep gives it."""
+    trainer = Precise(args=arguments(tmp_path), train_dataset=rows(), model_init=lambda: net(), policy="fp16")
+    trainer.hp_search_backend, trainer.hp_space = HPSearchBackend.WANDB, None
+    trainer._get_output_dir = lambda trial: str(tmp_path)
+    for rate in (1e-2, 1e-3):
+        trained(trainer, trial={"learning_rate": rate})
+        assert logs(trainer, "learning_rate")[0] == rate
+        assert trainer.stepper.model is trainer.model
+        assert trainer.stepper.num_steps == 4
 
 
 def test_a_batch_size_that_is_found(tmp_path):

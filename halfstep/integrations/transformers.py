@@ -109,7 +109,8 @@ class PrecisionMixin(_Base):
     def create_accelerator_and_postprocess(self) -> None:
         check_arguments(self.args)
         state = self._halfstep
-        state.requested = policy_of(self.args, state.policy)
+        if not hasattr(self, "accelerator"):  # a search makes one for each trial
+            state.requested = policy_of(self.args, state.policy)
 
         def make(**kwargs: Any) -> _Accelerator:
             return _Accelerator(state, **{**kwargs, "mixed_precision": "no"}, policy=state.requested, **state.settings)
@@ -141,11 +142,9 @@ class PrecisionMixin(_Base):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         self._halfstep.intervals.start()
-        try:
-            return super().train(*args, **kwargs)
-        finally:
-            if self.accelerator.has_stepper:
-                self.stepper.close()
+        output = super().train(*args, **kwargs)
+        self.stepper.close()  # one that failed says so in its log when the process ends
+        return output
 
     # A micro-batch.
 
