@@ -4,6 +4,7 @@ import pytest
 import torch
 from lightning import Callback, Trainer
 from reference.lightning_net import FILTERS, QUIET, Net, data, fit, weights
+from test_integrations_lightning_manual import Gan
 
 from halfstep import HalfstepError, StepReport
 from halfstep.integrations.lightning import Precision
@@ -125,3 +126,16 @@ def test_a_run_of_16_mixed_goes_on_with_its_scale(tmp_path):
     plugin = Precision("fp16 on_overflow=skip")
     fit(Net(), plugin, checkpoint=tmp_path / "run.ckpt", max_epochs=2)
     assert plugin.report.scale == 1024
+
+
+@pytest.mark.parametrize("policy", ["bf16 master=split16", "fp16 on_overflow=skip scale.interval=3"])
+def test_two_optimizers_go_on_together(policy, tmp_path):
+    """The scale is one, and the gradient that the second loss left in the first model is part of the state."""
+    straight, stopped, resumed = (Gan(bad=(2,) if "fp16" in policy else ()) for _ in range(3))
+    plugins = [Precision(policy) for _ in range(3)]
+    fit(straight, plugins[0], max_epochs=2)
+    fit(stopped, plugins[1]).save_checkpoint(tmp_path / "run.ckpt")
+    fit(resumed, plugins[2], checkpoint=tmp_path / "run.ckpt", max_epochs=2)
+    assert torch.equal(weights(straight), weights(resumed))
+    assert plugins[0].report.to_dict() == plugins[2].report.to_dict()
+    assert plugins[0].report.step == 14
