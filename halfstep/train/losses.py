@@ -35,7 +35,7 @@ class ChunkedHead:
 
     chunk_bytes: int = CHUNK_BYTES
     statistics: frozenset[str] = _NONE
-    log_probs_note: str = "log-probabilities: none computed yet"
+    log_probs_note: str = "No log-probability was computed yet."
     """Which path the last forward pass took, and why where it is not ours."""
 
     accelerator: Any
@@ -88,9 +88,9 @@ class ChunkedHead:
         return forward
 
     def _note(self, reason: str | None) -> None:
-        note = f"log-probabilities: fp32, in tiles of {self.chunk_bytes / 2**20:g} MiB"
+        note = f"Log-probabilities are fp32, in tiles of {self.chunk_bytes / 2**20:g} MiB."
         if reason is not None:
-            note = f"log-probabilities: TRL's own head, since {reason}"
+            note = f"Log-probabilities come from TRL's own head, since {reason}."
             if note != self.log_probs_note:
                 _log.warning(note)
         self.log_probs_note = note

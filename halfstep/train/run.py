@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PrinterCallback
 
 from halfstep.hardware import detect
+from halfstep.integrations.staging import Staging
 from halfstep.interruption import Interruption
 from halfstep.policy import Policy, resolve
 from halfstep.train.adapters import adapt, check_packages
@@ -59,7 +62,7 @@ def train(settings: Settings, show: Show = lambda text, step, total: None) -> Tr
     evaluation = None
     if data.evaluation is not None and progress.stopped_at is None:
         evaluation = trainer.evaluate()["eval_loss"]
-    trainer.save_model(str(folder / "model"))
+    _save(trainer, folder / "model")
     trainer.stepper.close()
     first, last = ends_of(observer.losses)
     info = trainer.info
@@ -81,5 +84,14 @@ def train(settings: Settings, show: Show = lambda text, step, total: None) -> Tr
         evaluation=evaluation,
         seconds=seconds,
         stopped_at=progress.stopped_at,
-        notes=(*data.notes, *loaded.notes, *lengths.notes, *adapted.notes, *planned),
+        notes=(*data.notes, *loaded.notes, *lengths.notes, *adapted.notes, *planned, trainer.log_probs_note),
     )
+
+
+def _save(trainer: Any, folder: Path) -> None:
+    """Write the trained model; it has its name when all of it is there. Every rank calls it."""
+    staging = Staging(folder, trainer.args.should_save)
+    with staging.writing():
+        trainer.save_model(str(staging.part))
+        if trainer.args.should_save:
+            staging.publish()
