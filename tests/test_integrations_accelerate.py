@@ -510,6 +510,22 @@ def test_a_policy_that_would_have_to_run_a_step_again():
         assert accelerator.info
 
 
+def test_a_loop_that_clears_gradients_first_hears_what_it_drops():
+    accelerator, model = accelerator_for("bf16", 3), net()
+    model, optimizer = accelerator.prepare(model, adamw(model))
+
+    def epoch():
+        for batch in loader(6):
+            with accelerator.accumulate(model):
+                optimizer.zero_grad()
+                accelerator.backward(loss_of(model, batch))
+                optimizer.step()
+
+    with pytest.warns(UserWarning, match="dropped 2 of the 3 micro-batches"):
+        epoch()
+    epoch()  # once is enough
+
+
 def test_half_weights_are_refused_by_name_when_the_first_pass_runs():
     accelerator, model = accelerator_for("fp16"), net().half()
     model, _ = accelerator.prepare(model, adamw(model))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from halfstep.closure import needs_closure
 from halfstep.errors import HalfstepError
 from halfstep.events import StepReport
+from halfstep.gradients import gradients_of
 
 if TYPE_CHECKING:
     from halfstep.integrations.accelerate import Accelerator
@@ -35,7 +37,7 @@ class Optimizer(AcceleratedOptimizer):
         super().__init__(optimizer, device_placement=device_placement)
         self.accelerator = accelerator
         self.report: StepReport | None = None
-        self._is_plain = False
+        self._is_plain = self._has_warned = False
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         if self._is_plain:
@@ -56,7 +58,19 @@ class Optimizer(AcceleratedOptimizer):
         if self._is_plain:
             super().zero_grad(set_to_none)
         elif self.gradient_state.sync_gradients:
+            self._warn_of_lost_sums()
             self.accelerator.stepper_of(self).drop()
+
+    def _warn_of_lost_sums(self) -> None:
+        """Of a loop that clears gradients first, where accumulate() has let those of earlier micro-batches stay."""
+        num_before = self.accelerator.num_in_window - 1
+        if num_before > 0 and not self._has_warned and gradients_of(self.optimizer):
+            self._has_warned = True
+            warnings.warn(
+                f"optimizer.zero_grad() before optimizer.step() dropped {num_before} of the "
+                f"{num_before + 1} micro-batches of a window. Call it after optimizer.step().",
+                stacklevel=3,
+            )
 
     @property
     def step_was_skipped(self) -> bool:
