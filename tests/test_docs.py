@@ -160,7 +160,7 @@ def test_the_readme_says_the_same_in_chinese():
         for kind, value in of_english.items():
             assert of_chinese[kind] == value, (section.splitlines()[0], kind)
     # Every paragraph, table and heading is translated.
-    for paragraph in re.sub(r"^```.*?^```\n", "", chinese, flags=re.S | re.M).split("\n\n")[2:]:
+    for paragraph in re.split(r"\n{2,}", re.sub(r"^```.*?^```\n", "", chinese, flags=re.S | re.M).strip())[2:]:
         assert re.search("[\u4e00-\u9fff]", paragraph), paragraph
 
 
