@@ -168,6 +168,40 @@ def test_a_run_over_ranks_goes_on_to_the_bit(world2, engine):
         assert ("on several ranks" in refused) is (engine == "ddp")
 
 
+def clipped_in_parts(engine, num_ranks):
+    """Norms of two parts of the parameters, which are clipped one by one and by value, and the weights after."""
+    with fresh_state():
+        accelerator = accelerator_of(engine, "fp16 scale.init=1024")
+        accelerator.gradient_accumulation_steps = 4 // num_ranks
+        model = net()
+        model, optimizer, batches = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader(8))
+        norms = []
+        for batch in batches:
+            with accelerator.accumulate(model):
+                accelerator.backward(loss_of(model, batch))
+                if accelerator.sync_gradients:
+                    for part in _inner(model):
+                        norms.append(accelerator.clip_grad_norm_(part.parameters(), 0.05).item())
+                    accelerator.clip_grad_value_(model.parameters(), 0.01)
+                optimizer.step()
+                optimizer.zero_grad()
+        return norms, whole(model)
+
+
+def _inner(model):
+    inner = getattr(model, "module", model)
+    return inner[0], inner[2]
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_parts_of_the_parameters_are_clipped_as_on_one_device(world2, engine):
+    """The gradient is unscaled once, of shards too; their norm is that of all ranks."""
+    alone, their_weights = clipped_in_parts("one", 1)
+    for norms, values in world2.run(clipped_in_parts, engine, 2):
+        assert norms == pytest.approx(alone, rel=1e-4)  # fp16 products in another order of batches
+        torch.testing.assert_close(values, their_weights, rtol=0, atol=1e-5)
+
+
 def refusals():
     """What is refused over ranks, in one line each."""
     found = {}

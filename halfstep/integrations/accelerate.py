@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from accelerate.utils import AutocastKwargs
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from halfstep.errors import HalfstepError
 from halfstep.gradients import gradients_of, norms_of
@@ -190,7 +191,7 @@ class Accelerator(PreparingAccelerator):
         own = {id(p) for each, _ in owners for p in gradients_of(each)}
         chosen = [p for key, p in wanted.items() if key in own]
         norm: torch.Tensor = self._clip_grad_norm_dtensor_aware(chosen, max_norm, norm_type)
-        return norm
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def clip_grad_value_(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
         """Clip each element of the true gradient. One that was not finite is skipped nevertheless."""
