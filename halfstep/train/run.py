@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ def train(settings: Settings, show: Show = lambda text, step, total: None) -> Tr
     show: told what happens.
     """
     device = settings.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    settings = replace(settings, device=device)
     policy = resolve(Policy.parse(settings.policy), detect(device))[0]
     check_packages(settings)
     folder = folder_of(settings)
