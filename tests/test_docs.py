@@ -148,7 +148,10 @@ def sparse(line, language):
 
 
 def test_the_readme_says_the_same_in_chinese():
-    """Its code, commands, links, images, tables and numbers are those of README.md, whose commands are run above."""
+    """Its code, commands, links, images, tables and numbers are those of README.md, whose commands are run above.
+
+    Who changes one changes the other.
+    """
     english, chinese = README.read_text(), CHINESE.read_text()
     for text, link in ((english, "[简体中文](README.zh-CN.md)"), (chinese, "[English](README.md)")):
         assert text.splitlines()[2] == link
