@@ -538,7 +538,7 @@ def test_another_model_to_train_after_the_first_pass():
     train(accelerator, model, optimizer, loader(1))
     other = net()
     other, _ = accelerator.prepare(other, adamw(other))
-    with pytest.raises(HalfstepError, match="after the first pass"):
+    with pytest.raises(HalfstepError, match="where a Stepper is at work"):
         other(torch.randn(2, 8))
 
 

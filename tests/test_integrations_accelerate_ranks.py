@@ -21,8 +21,9 @@ from accelerated import accelerator_for, adamw, fresh_state, loader, loss_of, ne
 
 from halfstep import HalfstepError, Policy, Stepper
 from halfstep.distributed.deepspeed_settings import policy_of
+from halfstep.events import RunInfo
 from halfstep.integrations.accelerate import Accelerator
-from halfstep.integrations.accelerate_zero import check_clipping, write_policy
+from halfstep.integrations.accelerate_zero import check_clipping, info_of_engine, write_policy
 
 FP16 = "fp16 scale.init=65536 scale.interval=3"
 NUM = 10  # batches of an epoch: of two ranks each has 5, and a window of 2 is short at the end
@@ -260,21 +261,35 @@ def test_settings_of_ddp_and_of_accumulation(world2):
 def test_a_policy_becomes_a_part_of_deepspeeds_configuration():
     off = {"enabled": False}
     plugin = SimpleNamespace(zero_stage=2, deepspeed_config={"gradient_clipping": 0.5, "bf16": off, "fp16": off})
-    write_policy(plugin, Policy.parse("fp16 master=copy on_overflow=skip"), is_said=True)
+    write_policy(plugin, Policy.parse("fp16 master=copy on_overflow=skip"))
     assert policy_of(plugin.deepspeed_config) == Policy.parse("fp16 master=copy on_overflow=skip")
     assert plugin.deepspeed_config["fp16"]["enabled"] is True
     assert plugin.deepspeed_config["gradient_clipping"] == 0.5
-    write_policy(plugin, Policy.parse("fp16 master=copy on_overflow=skip"), is_said=True)
+    write_policy(plugin, Policy.parse("fp16 master=copy on_overflow=skip"))
     with pytest.raises(HalfstepError, match="two things about the same weights"):
-        write_policy(plugin, Policy.parse("bf16"), is_said=True)
+        write_policy(plugin, Policy.parse("bf16"))
 
 
 def test_a_configuration_of_ones_own_decides_where_nobody_asks():
     plugin = SimpleNamespace(zero_stage=2, deepspeed_config={"bf16": {"enabled": True}})
-    write_policy(plugin, Policy.parse("auto"), is_said=False)
+    write_policy(plugin, Policy.parse("auto"))
+    assert plugin.deepspeed_config == {"bf16": {"enabled": True}}
+    write_policy(plugin, Policy.parse("bf16"))
     assert plugin.deepspeed_config == {"bf16": {"enabled": True}}
     with pytest.raises(HalfstepError, match=r"bf16\.enabled=true"):
-        write_policy(plugin, Policy.parse("bf16"), is_said=True)
+        write_policy(plugin, Policy.parse("bf16 module:head=fp32"))
+    with pytest.raises(HalfstepError, match=r"bf16\.enabled=true"):
+        write_policy(plugin, Policy.parse("fp16 on_overflow=skip"))
+
+
+def test_what_an_engine_makes_of_a_policy_is_said():
+    info = RunInfo("fp16 master=copy on_overflow=skip", "fp16 master=copy on_overflow=skip", "as asked for", "", {})
+    found = info_of_engine(info, Policy.parse("fp16"))
+    assert found.requested == "fp16"
+    assert "on_overflow=skip, since" in found.reason
+    assert "master=copy, since" in found.reason
+    asked = Policy.parse("fp16 master=copy on_overflow=skip")
+    assert info_of_engine(info, asked).reason == "as asked for"
 
 
 class Engine:

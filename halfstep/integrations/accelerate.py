@@ -43,7 +43,8 @@ class Accelerator(PreparingAccelerator):
     keep_casts, log, watch, sinks, contract: as for a Stepper.
 
     All other arguments are Accelerate's. ``optimizer.report`` of a prepared optimizer is the StepReport of its last
-    window. The Steppers are built when the first pass runs or somebody asks for one, over what was prepared by then.
+    window. The Steppers are built over what was prepared when the first pass runs or somebody asks for one; on several
+    ranks by ``prepare``, which gets all models and optimizers at once.
     """
 
     # A micro-batch.
@@ -104,7 +105,7 @@ class Accelerator(PreparingAccelerator):
             regions.close()
         if isinstance(stepper, EngineStepper):
             if kwargs:
-                refuse("accelerator.backward(retain_graph=True)")
+                refuse("accelerator.backward(retain_graph=True)", "its engine takes one loss of a micro-batch")
             # The counts of a window add up to 1 where a loop has divided by what it holds, as the Trainer does.
             is_last = self.sync_gradients
             stepper.differentiate((loss, float(is_last)) if is_divided else loss, is_last=is_last)
@@ -181,7 +182,7 @@ class Accelerator(PreparingAccelerator):
                 "Call it after accelerator.backward, with parameters of a prepared model.",
             )
         if not self.sync_gradients:
-            held = [p.grad for p in wanted.values() if p.grad is not None]
+            held = [g for each, _ in owners for p, g in gradients_of(each).items() if id(p) in wanted]
             return norms_of(held)[1] / (self.stepper.scale.value * self.share)
         optimizer, stepper = owners[0]
         is_whole = len(owners) == 1 and all(id(p) in wanted for p in gradients_of(optimizer))

@@ -31,6 +31,7 @@ from halfstep.integrations.accelerate_state import LoopState
 from halfstep.integrations.accelerate_zero import (
     EngineOptimizer,
     EngineStepper,
+    info_of_engine,
     own_optimizers,
     refuse,
     write_policy,
@@ -60,7 +61,6 @@ class PreparingAccelerator(accelerate.Accelerator):
         **kwargs: Any,
     ) -> None:
         self._policy = Policy.parse(requested_policy(policy, mixed_precision))
-        is_said = policy is not None or mixed_precision is not None or self._policy.compute != "auto"
         check_handlers(kwargs.get("kwargs_handlers") or ())
         check_state()
         # Not None, which would ask the environment that a launcher has set.
@@ -69,8 +69,8 @@ class PreparingAccelerator(accelerate.Accelerator):
         self._opens_regions = opens_regions
         if self._has_engine:
             if keep_casts:
-                refuse("keep_casts=True")
-            write_policy(self.deepspeed_plugin, self._without_replay(self.device), is_said)
+                refuse("keep_casts=True", "its engine may move the weights between two micro-batches")
+            write_policy(self.deepspeed_plugin, self._without_replay(self.device))
         self._settings: dict[str, Any] = {
             "keep_casts": keep_casts,
             "watch": watch,
@@ -107,6 +107,8 @@ class PreparingAccelerator(accelerate.Accelerator):
                 self._adopt(each)
             if isinstance(each, EngineOptimizer):
                 self._drive(each)
+        if self.num_processes > 1:
+            self._build()  # all ranks compare what they hold, here and not where one of them looks first
         return prepared
 
     @property
@@ -117,8 +119,7 @@ class PreparingAccelerator(accelerate.Accelerator):
         """A stepper for DeepSpeed's engine, which accumulates, clips and steps by itself."""
         settings = {name: value for name, value in self._settings.items() if name != "keep_casts"}
         optimizer.stepper = stepper = EngineStepper(self.deepspeed_engine_wrapped.engine, log=self._log, **settings)
-        why = "a gradient that overflowed is in DeepSpeed's sums already"
-        stepper.region.info = info_without_replay(stepper.region.info, self._policy, why)
+        stepper.region.info = info_of_engine(stepper.region.info, self._policy)
         self._steppers[optimizer] = stepper
 
     def prepare_model(
@@ -164,9 +165,9 @@ class PreparingAccelerator(accelerate.Accelerator):
             return
         if self._steppers and trained != self._trained:
             raise HalfstepError(
-                "prepare() of another model to train, after the first pass of one",
-                "module rules and running statistics belong to the models that were there by then",
-                "Prepare all models before the loop, or call accelerator.free_memory() between two trainings.",
+                "prepare() of another model to train, where a Stepper is at work",
+                "module rules and running statistics belong to the models that were there when it was built",
+                "Pass all models and optimizers to one prepare(), or call free_memory() between two trainings.",
             )
         self._trained = trained
         model = trained[0] if len(trained) == 1 else nn.ModuleList(trained)
@@ -185,8 +186,7 @@ class PreparingAccelerator(accelerate.Accelerator):
             )
         if is_first:
             region = self.stepper.region
-            why = "a loop without a closure cannot run a micro-batch again"
-            region.info = info_without_replay(region.info, self._policy, why)
+            region.info = info_without_replay(region.info, self._policy)
 
     def _without_replay(self, device: torch.device) -> Policy:
         return without_replay(self._policy, detect(str(device)), self.num_processes == 1)

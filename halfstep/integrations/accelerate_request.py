@@ -73,11 +73,12 @@ def without_replay(policy: Policy, hardware: Hardware, is_alone: bool) -> Policy
     return skips if resolve(policy, hardware)[0].scale.kind == "dynamic" else policy
 
 
-def info_without_replay(info: RunInfo, requested: Policy, why: str) -> RunInfo:
+def info_without_replay(info: RunInfo, requested: Policy) -> RunInfo:
     """``info`` of a run that was asked for ``requested`` and got :func:`without_replay` of it, and why."""
     if "on_overflow=skip" not in info.effective or requested.on_overflow == "skip":
         return info
-    return replace(info, requested=str(requested), reason=f"{info.reason}; on_overflow=skip, since {why}")
+    why = "on_overflow=skip, since a loop without a closure cannot run a micro-batch again"
+    return replace(info, requested=str(requested), reason=f"{info.reason}; {why}")
 
 
 def check_handlers(handlers: Iterable[Any]) -> None:

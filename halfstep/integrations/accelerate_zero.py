@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import NoReturn
 from unittest import mock
 
@@ -14,7 +15,8 @@ from accelerate.utils import DeepSpeedOptimizerWrapper, DeepSpeedPlugin
 from halfstep.distributed.deepspeed_settings import deepspeed_config
 from halfstep.distributed.deepspeed_stepper import DeepSpeedStepper
 from halfstep.errors import HalfstepError
-from halfstep.events import StepReport
+from halfstep.events import RunInfo, StepReport
+from halfstep.formats import SIXTEEN_BIT
 from halfstep.policy import Policy
 from halfstep.window import Loss
 
@@ -71,24 +73,37 @@ class EngineOptimizer(DeepSpeedOptimizerWrapper):
         return self.report is not None and not self.report.applied
 
 
-def write_policy(plugin: DeepSpeedPlugin, policy: Policy, is_said: bool) -> None:
+def write_policy(plugin: DeepSpeedPlugin, policy: Policy) -> None:
     """Write ``policy`` into the plugin's configuration, where the stepper finds it.
 
-    is_said: whether somebody asked for it; else a configuration that enables a format by itself decides.
+    A configuration that has one already, or enables a format by itself, decides where ``policy`` is ``auto`` or names
+    that format and no more. Raises HalfstepError where it says something else.
     """
     config = plugin.deepspeed_config
     enabled = [name for name in ("bf16", "fp16", "torch_autocast") if config.get(name, {}).get("enabled") is True]
-    if "halfstep" in config or enabled:
-        has = f"policy '{config['halfstep']['policy']}'" if "halfstep" in config else f"{enabled[0]}.enabled=true"
-        if is_said and has != f"policy '{policy}'":
-            raise HalfstepError(
-                f"policy '{policy}' and a DeepSpeed configuration with {has}",
-                "they would say two things about the same weights",
-                "Leave one of them out.",
-            )
+    if "halfstep" not in config and not enabled:
+        own = deepspeed_config(policy, stage=plugin.zero_stage)
+        config.update({name: own[name] for name in _OWN if name in own})
         return
-    own = deepspeed_config(policy, stage=plugin.zero_stage)
-    config.update({name: own[name] for name in _OWN if name in own})
+    has = f"policy '{config['halfstep']['policy']}'" if "halfstep" in config else f"{enabled[0]}.enabled=true"
+    names_format = [Policy.parse(name) for name in enabled if name in SIXTEEN_BIT]
+    is_open = policy.compute == "auto" or replace(policy, on_overflow=Policy.on_overflow) in names_format
+    if not is_open and has != f"policy '{policy}'":
+        raise HalfstepError(
+            f"policy '{policy}' and a DeepSpeed configuration with {has}",
+            "they would say two things about the same weights",
+            "Leave one of them out.",
+        )
+
+
+def info_of_engine(info: RunInfo, requested: Policy) -> RunInfo:
+    """``info`` of an engine's stepper where ``requested`` was asked for, with what became of it and why."""
+    whys = []
+    if "on_overflow=skip" in info.effective and requested.on_overflow != "skip":
+        whys.append("on_overflow=skip, since a gradient that overflowed is in DeepSpeed's sums already")
+    if "master=copy" in info.effective and requested.master != "copy":
+        whys.append("master=copy, since DeepSpeed's configuration keeps 16-bit weights with an fp32 copy")
+    return replace(info, requested=str(requested), reason="; ".join([info.reason, *whys]))
 
 
 @contextmanager
@@ -109,10 +124,6 @@ def check_clipping(stepper: EngineStepper, max_norm: float, norm_type: float) ->
         )
 
 
-def refuse(what: str) -> NoReturn:
-    """Refuse what needs gradients that are still there."""
-    raise HalfstepError(
-        f"{what} under DeepSpeed",
-        "its gradients lie in buffers of its engine, which has stepped with them",
-        "Use gradient_clipping of its configuration, or DDP or FSDP2.",
-    )
+def refuse(what: str, why: str = "its gradients lie in buffers of its engine, which has stepped with them") -> NoReturn:
+    """Refuse what an engine that accumulates, clips and steps by itself cannot do."""
+    raise HalfstepError(f"{what} under DeepSpeed", why, "Leave it out, or use DDP or FSDP2.")
