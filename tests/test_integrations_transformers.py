@@ -60,10 +60,10 @@ SHORT = {"max_steps": -1, "num_train_epochs": 1, "gradient_accumulation_steps": 
     ("settings", "extra", "model"),
     [
         ({}, {}, net),
-        ({"activation_checkpointing": True}, {}, net),
-        ({"label_smoothing_factor": 0.1}, {}, net),
-        ({}, {"compute_loss_func": mean_over_tokens}, net),
-        ({"average_tokens_across_devices": False, **SHORT}, {}, net),
+        pytest.param({"activation_checkpointing": True}, {}, net, marks=pytest.mark.slow),
+        ({"label_smoothing_factor": 0.1, **SHORT}, {}, net),
+        pytest.param({}, {"compute_loss_func": mean_over_tokens}, net, marks=pytest.mark.slow),
+        pytest.param({"average_tokens_across_devices": False, **SHORT}, {}, net, marks=pytest.mark.slow),
         (SHORT, {}, Means),
     ],
     ids=["plain", "checkpointing", "smoothing", "loss_func", "short_window", "means"],
@@ -346,6 +346,7 @@ def test_trials_of_a_search(tmp_path):
         assert trainer.stepper.num_steps == 4
 
 
+@pytest.mark.slow  # it collects garbage between two tries
 def test_a_batch_size_that_is_found(tmp_path):
     class Large(Precise):
         num = 0
@@ -378,7 +379,7 @@ def test_what_callbacks_see_before_the_step(tmp_path):
 
 @pytest.mark.slow
 def test_compiled(tmp_path):
-    args = arguments(tmp_path, torch_compile=True, max_steps=2)
+    args = arguments(tmp_path, torch_compile=True, torch_compile_backend="aot_eager", max_steps=2)
     trainer = trained(Precise(net(), args, train_dataset=rows(), policy="bf16 module:lm_head=fp32"))
     eager = Precise(net(), arguments(tmp_path, max_steps=2), train_dataset=rows(), policy="bf16 module:lm_head=fp32")
     assert logs(trainer, "loss") == pytest.approx(logs(trained(eager), "loss"), rel=2**-8)

@@ -157,7 +157,9 @@ class FullDisk(TrainerCallback):
             resource.setrlimit(resource.RLIMIT_FSIZE, (self.limit, hard))
 
 
-@pytest.mark.parametrize("limit", [500, 4_000, 16_000, 24_000])
+@pytest.mark.parametrize(
+    "limit", [500, 16_000, *(pytest.param(limit, marks=pytest.mark.slow) for limit in (4_000, 24_000))]
+)
 def test_a_full_disk_leaves_no_half_of_a_checkpoint(tmp_path, limit):
     trainer = begun(tmp_path, "fp16")
     trainer.remove_callback(PrinterCallback)  # it would meet the limit too

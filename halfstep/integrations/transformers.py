@@ -17,7 +17,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -28,13 +28,12 @@ from torch import nn
 
 from halfstep.errors import HalfstepError
 from halfstep.events import RunInfo
-from halfstep.integrations.accelerate import Accelerator
 from halfstep.integrations.arguments import check_arguments, policy_of
 from halfstep.integrations.bookkeeping import Bookkeeping
 from halfstep.integrations.interval import Intervals
-from halfstep.integrations.regions import OpenRegions
 from halfstep.integrations.staging import Staging
 from halfstep.integrations.trainable import exact_adapters, keep_fp32
+from halfstep.integrations.trainer_accelerator import TrainerAccelerator
 from halfstep.policy import Policy
 from halfstep.ranks.contract import DEFAULT, Contract
 from halfstep.stepper import Event, Stepper
@@ -57,7 +56,7 @@ class PrecisionMixin(_Base):
     scheduler are the arguments' too. See docs/transformers.md.
     """
 
-    accelerator: _Accelerator
+    accelerator: TrainerAccelerator
     optimizer: Any
     _total_loss_scalar: float
 
@@ -112,8 +111,8 @@ class PrecisionMixin(_Base):
         if not hasattr(self, "accelerator"):  # a search makes one for each trial
             state.requested = policy_of(self.args, state.policy)
 
-        def make(**kwargs: Any) -> _Accelerator:
-            return _Accelerator(state, **{**kwargs, "mixed_precision": "no"}, policy=state.requested, **state.settings)
+        def make(**kwargs: Any) -> TrainerAccelerator:
+            return TrainerAccelerator(**{**kwargs, "mixed_precision": "no"}, policy=state.requested, **state.settings)
 
         # The Trainer makes its own, by this name.
         with mock.patch.object(transformers.trainer, "Accelerator", make):
@@ -128,12 +127,11 @@ class PrecisionMixin(_Base):
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         for model in vars(self).values():
-            if (
-                isinstance(model, nn.Module) and model in self.accelerator.adopted
-            ):  # one to compare with: train() has begun by freeing all
+            # One to compare with, as that of DPO; train() has begun by freeing all.
+            if isinstance(model, nn.Module) and model in self.accelerator.adopted:
                 self.accelerator.adopt(model)
         prepared = super()._prepare_for_training(*args, **kwargs)
-        assert self.stepper, "built now, so that what it refuses is refused before the first batch"
+        _ = self.stepper  # built now, so that what it refuses is refused before the first batch
         return prepared
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
@@ -169,7 +167,7 @@ class PrecisionMixin(_Base):
             now = Bookkeeping(self, self.state) if is_over else None
             if is_replay:
                 counted.restore()
-            with self._given(prepared), self.accelerator.holding() as held, state.inside():
+            with self._given(prepared), self.accelerator.holding() as held, self.accelerator.inside():
                 losses.append(step(model, inputs, num_items_in_batch))
             if now is not None:
                 now.restore()  # only looked at once more, after the window's end
@@ -274,13 +272,14 @@ class PrecisionMixin(_Base):
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Weights in 16 bit with rests beside them are written exactly, as fp32."""
-        if state_dict is not None or not self.accelerator.has_stepper or not self.stepper.masters:
+        has_rests = self.accelerator.has_stepper and bool(self.stepper.masters)
+        if state_dict is not None or not has_rests or not self.args.should_save:
             super()._save(output_dir, state_dict)
             return
         super()._save(output_dir, self.stepper.fp32_state_dict())
         config = getattr(self.accelerator.unwrap_model(self.model), "config", None)
         folder = Path(output_dir or self.args.output_dir)
-        if self.args.should_save and isinstance(config, transformers.PreTrainedConfig):
+        if isinstance(config, transformers.PreTrainedConfig):
             config.dtype = "float32"  # by which from_pretrained would round them
             if (folder / "config.json").is_file():
                 config.save_pretrained(folder)
@@ -308,7 +307,7 @@ class PrecisionMixin(_Base):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
-            assert self.stepper, "built now, so that it keeps the formats of the states that are loaded"
+            _ = self.stepper  # built now, so that it keeps the formats of the states that are loaded
         super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_scaler(self, checkpoint: str | None) -> None:
@@ -332,51 +331,11 @@ class PrecisionMixin(_Base):
         self.stepper.drop()  # the Trainer goes on at the beginning of a window
 
 
-class _Accelerator(Accelerator):
-    """What the Trainer makes: its loss is computed inside the region, and what models return is fp32 all the same."""
-
-    def __init__(self, state: _State, **kwargs: Any) -> None:
-        self._state = state
-        self.adopted: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        super().__init__(**kwargs, opens_regions=False)  # by itself
-
-    @property
-    def has_stepper(self) -> bool:
-        return bool(self._steppers)
-
-    def adopt(self, model: nn.Module) -> None:
-        """Let calls of ``model`` open regions of this accelerator, and of no earlier one."""
-        super()._adopt(getattr(model, "_orig_mod", model))  # of a compiled model the one with the names of rules
-        self.adopted.add(model)
-        if model in self._regions:
-            return
-        if (opened := _opened_by.get(model)) is not None and (earlier := opened()) is not None:
-            earlier.remove()
-        self._regions[model] = regions = OpenRegions(model, self.region)
-        _opened_by[model] = weakref.ref(regions)
-
-    _adopt = adopt
-
-    def region(self) -> AbstractContextManager[Any]:
-        """The region, unless it is open. Without gradients a new one, since casts that are made there have none."""
-        if not torch.is_grad_enabled():
-            return self._formats().evaluation()
-        return nullcontext() if self._state.is_inside else self._opened()
-
-    @contextmanager
-    def _opened(self) -> Iterator[None]:
-        with self._state.inside(), self._formats():
-            yield
-
-
-_opened_by: weakref.WeakKeyDictionary[nn.Module, weakref.ref[OpenRegions]] = weakref.WeakKeyDictionary()
-"""Who hooks a model: of several trainers over one, each after the other, it is the last."""
-
-
 class _State:
     """What the mixin keeps, in one place, so that a trainer's own attributes are all that a replay has to restore.
 
-    is_inside: whether the region is open. prepared: the inputs of the micro-batch that is running.
+    requested: the policy in words. settings: of each Stepper. exact: adapters before somebody rounded them. kept: the
+    model whose formats were settled last. prepared: the inputs of the micro-batch that is running.
     """
 
     def __init__(self, policy: str | Policy | None) -> None:
@@ -386,14 +345,5 @@ class _State:
         self.intervals = Intervals()
         self.exact: Mapping[torch.Tensor, torch.Tensor] = {}
         self.kept: weakref.ref[nn.Module] | None = None
-        self.is_inside = False
         self.prepared: tuple[Any] | None = None
         self.staging: Staging | None = None
-
-    @contextmanager
-    def inside(self) -> Iterator[None]:
-        before, self.is_inside = self.is_inside, True
-        try:
-            yield
-        finally:
-            self.is_inside = before
