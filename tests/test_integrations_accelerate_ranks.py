@@ -6,10 +6,12 @@ import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import accelerate
 import pytest
 import torch
+from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import (
     DeepSpeedPlugin,
     DistributedDataParallelKwargs,
@@ -201,6 +203,42 @@ def test_parts_of_the_parameters_are_clipped_as_on_one_device(world2, engine):
     for norms, values in world2.run(clipped_in_parts, engine, 2):
         assert norms == pytest.approx(alone, rel=1e-4)  # fp16 products in another order of batches
         torch.testing.assert_close(values, their_weights, rtol=0, atol=1e-5)
+
+
+def replicas_of_shards():
+    """Four ranks in a mesh of two dimensions, which Accelerate itself has for GPUs alone."""
+    with fresh_state(), mock.patch.object(ParallelismConfig, "_validate_accelerator"):
+        layout = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
+        accelerator = accelerator_of("fsdp2", "bf16", parallelism_config=layout)
+        accelerator.gradient_accumulation_steps = 1
+        model = net()
+        model, optimizer, batches = accelerator.prepare(model, adamw(model), loader(8))
+        return train(accelerator, model, optimizer, batches, 0.5), whole(model), model[0].weight.device_mesh.ndim
+
+
+@pytest.mark.slow
+def test_replicas_of_shards(world4):
+    model = net()
+    stepper = Stepper(model, adamw(model), "bf16", accumulate=4, max_norm=0.5)
+    reports = [stepper.step(lambda batch=batch: loss_of(model, batch)) for batch in loader(8)]
+    results = world4.run(replicas_of_shards)
+    check(results, ([report.to_dict() for report in reports if report], weights(model)))
+    assert results[0][2] == 2
+
+
+def looks_alone():
+    """One rank asks what is in effect, and goes on to where all meet."""
+    with fresh_state():
+        accelerator = accelerator_of("ddp", "auto")
+        model = net()
+        model, _ = accelerator.prepare(model, adamw(model))
+        found = accelerator.info.requested if accelerator.is_main_process else ""
+        accelerator.wait_for_everyone()
+        return found
+
+
+def test_a_rank_that_asks_alone_waits_for_nobody(world2):
+    assert world2.run(looks_alone, timeout=60) == ["auto", ""]
 
 
 def refusals():
