@@ -24,7 +24,11 @@ _BY_PARAMETER = (optim.Adafactor, optim.Muon, optim.SparseAdam)
 _QUANTISED = {
     "halfstep.plan": ("AdamW8bit",),  # a plan's, which holds what bitsandbytes' does
     "torchao.optim": ("Adam8bit", "AdamW8bit", "AdamFp8", "AdamWFp8"),
-    "bitsandbytes.optim": ("Adam8bit", "AdamW8bit", "SGD8bit", "RMSprop8bit", "Adagrad8bit", "Lion8bit"),
+    # Those without a number take it as an argument, as transformers gives it.
+    "bitsandbytes.optim": (
+        *("Adam", "AdamW", "Lion", "RMSprop"),
+        *("Adam8bit", "AdamW8bit", "SGD8bit", "RMSprop8bit", "Adagrad8bit", "Lion8bit"),
+    ),
 }
 _BITSANDBYTES_BLOCK = 256
 

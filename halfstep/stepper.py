@@ -324,6 +324,7 @@ class Stepper:
         with self.ranks.during(self.num_steps + 1):
             self._weigh(count)
             if self._window.unscaled is None:
+                self.masters.sum_in_fp32()
                 max_norm, self.max_norm = self.max_norm, None  # the clip is still the end's
                 try:
                     gradients, verdict = self._judge_window(self._window)
@@ -475,6 +476,8 @@ class Stepper:
         self._comparison.is_due = False
 
     def _begin_micro_batch(self, is_last: bool) -> None:
+        if self._is_said_last and self._window.num_micro_batches:
+            self.masters.sum_in_fp32()  # the one before was not the last after all
         self._has_begun, self._is_said_last = True, is_last
         if self._comparison.is_due:
             self._compare()
@@ -569,7 +572,8 @@ class Stepper:
             self._last_closure = closure
         elif self._window.num_micro_batches >= self.accumulate:
             return self._end_window(closure)
-        self.masters.sum_in_fp32()
+        if self.accumulate is not None or not self._is_said_last:  # else nothing is added, and 16-bit ones stay small
+            self.masters.sum_in_fp32()
         return None
 
     # A micro-batch whose gradient is not finite.

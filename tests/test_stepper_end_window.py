@@ -322,3 +322,34 @@ def test_a_scale_that_is_exhausted_asks_for_the_loss_once_more_and_names_the_mod
     with pytest.raises(halfstep.ScaleExhausted, match=r"module:0=fp32"):
         stepper.end_window()
     assert True in asked
+
+
+def test_the_gradient_of_a_last_micro_batch_stays_in_16_bit_where_weights_do():
+    """Sums take 4 bytes an element; where there is nothing to add, 2 are enough."""
+    for num, said in ((1, [True]), (2, [False, True]), (2, [True, False])):
+        ours, theirs = make(), make()
+        fixed = Stepper(*theirs, "bf16 master=split16", accumulate=num)
+        free = Stepper(*ours, "bf16 master=split16", accumulate=None)
+        for batch, is_last in zip(batches(num), said, strict=True):
+            fixed.step(lambda batch=batch: loss_of(theirs[0], batch))
+            free.step(lambda batch=batch: loss_of(ours[0], batch), is_last=is_last)
+        assert ours[0][0].weight.grad.dtype is (torch.bfloat16 if num == 1 else torch.float32)
+        free.end_window()
+        assert all(torch.equal(a, b) for (_, a), (_, b) in zip(free.weights(), fixed.weights(), strict=True))
+
+
+def test_true_gradients_of_16_bit_ones_lose_nothing():
+    """In fp16, what the scale held above its smallest number would be rounded again when it is taken away."""
+    (model, optimizer), (twin, other) = make(), make()
+    steppers = [
+        Stepper(model, optimizer, "fp16 master=split16 scale.init=65536 on_overflow=skip", accumulate=None),
+        Stepper(twin, other, "fp16 master=split16 scale.init=65536 on_overflow=skip", accumulate=1),
+    ]
+    batch = batches(1)[0]
+    for _ in range(2):
+        steppers[0].step(lambda: loss_of(model, batch) * 1e-3, is_last=True)
+        steppers[0].unscale()
+        assert model[0].weight.grad.dtype is torch.float32
+        steppers[0].end_window()
+        steppers[1].step(lambda: loss_of(twin, batch) * 1e-3)
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(steppers[0].weights(), steppers[1].weights(), strict=True))

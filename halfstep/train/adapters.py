@@ -190,6 +190,7 @@ def _packed(layer: Any, path: str, policy: Policy, device: str) -> Any:
             f"bitsandbytes {bitsandbytes.__version__} has no kernels for it here ({' '.join(str(error).split())})",
             "Install a bitsandbytes for this machine, or leave --quantize out.",
         ) from None
+    packed.weight.quant_state.dtype = compute  # what it unpacks to: else fp32, which a product would round at once
     # Else the first forward pass in eval mode would repack the weights for inference alone, for good.
     packed.support_avx512bf16_for_cpu = False
     # It hands on the format that it gets, which is fp32 after a norm; a 16-bit one is what autocast would hand on.
