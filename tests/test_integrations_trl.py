@@ -51,6 +51,10 @@ NAMES = {"sft": "SFT", "dpo": "DPO", "kto": "KTO", "reward": "Reward", "grpo": "
 GENERATION = {"num_generations": 2, "max_completion_length": 4}
 
 
+def lora():
+    return peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")  # PEFT writes into it
+
+
 def num_words(completions, **more):
     return [float(len(set(completion.split()))) for completion in completions]
 
@@ -112,6 +116,28 @@ def test_losses_and_metrics_are_those_without_the_mixin(tmp_path, task):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("task", ["dpo", "kto"])
+@pytest.mark.parametrize("more", [{"peft": True}, {"precompute_ref_log_probs": True}], ids=["adapters", "precomputed"])
+def test_references_of_another_kind(tmp_path, task, more):
+    """The model without its adapters, or log-probabilities from before training: no Stepper is there yet."""
+    settings = {key: value for key, value in more.items() if key != "peft"}
+    plain, ours = (
+        trained(
+            trainer(
+                task,
+                tmp_path,
+                is_plain=is_plain,
+                settings=settings,
+                peft_config=lora() if "peft" in more else None,
+            )
+        )
+        for is_plain in (True, False)
+    )
+    assert logs(ours, "loss") == logs(plain, "loss")
+    assert same_weights(ours.model, plain.model)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["reward", "rloo"])
 def test_losses_are_near_those_without_the_mixin(tmp_path, task):
     """torch's autocast on CPUs sums in bf16 what CUDA's and the policy's region sum in fp32: some roundings of 2^-9."""
@@ -142,11 +168,8 @@ def test_a_replay_counts_no_metric_twice(tmp_path, task):
 # Adapters.
 
 
-LORA = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
-
-
 def test_adapters_on_a_16_bit_base_are_fp32(tmp_path, caplog):
-    ours = trained(trainer("sft", tmp_path, model=net().bfloat16(), peft_config=LORA))
+    ours = trained(trainer("sft", tmp_path, model=net().bfloat16(), peft_config=lora()))
     base = net().bfloat16().model.layers[0].mlp.up_proj.weight
     assert torch.equal(ours.model.base_model.model.model.layers[0].mlp.up_proj.weight, base)
     assert {p.dtype for p in ours.model.parameters() if p.requires_grad} == {torch.float32}
@@ -154,7 +177,7 @@ def test_adapters_on_a_16_bit_base_are_fp32(tmp_path, caplog):
 
 
 def test_adapters_that_were_made_16_bit_are_fp32_again(tmp_path, caplog):
-    model = peft.get_peft_model(net().bfloat16(), LORA, autocast_adapter_dtype=False)
+    model = peft.get_peft_model(net().bfloat16(), lora(), autocast_adapter_dtype=False)
     ours = trained(trainer("sft", tmp_path, model=model))
     assert {p.dtype for p in ours.model.parameters() if p.requires_grad} == {torch.float32}
     assert "2 trainable weights of adapters" in caplog.text
@@ -171,7 +194,7 @@ def test_adapters_that_a_trainer_has_rounded_are_what_they_were(tmp_path):
                     parameter.data = parameter.data.bfloat16()
             super().__init__(model, **more)
 
-    model = peft.get_peft_model(net(), LORA)
+    model = peft.get_peft_model(net(), lora())
     before = {name: p.clone() for name, p in model.named_parameters() if p.requires_grad}
     args = arguments(tmp_path, trl.SFTConfig)
     data = datasets.Dataset.from_dict(COLUMNS["sft"]())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -12,13 +12,16 @@ from torch import nn
 
 from halfstep.integrations.accelerate import Accelerator
 from halfstep.integrations.regions import OpenRegions
+from halfstep.region import Region
 
 
 class TrainerAccelerator(Accelerator):
     """What the Trainer makes: its loss is computed inside the region, and what models return is fp32 all the same."""
 
-    def __init__(self, **kwargs: Any) -> None:
+    def __init__(self, model_of: Callable[[], nn.Module | None], **kwargs: Any) -> None:
+        """``model_of`` gives the Trainer's model, for what is computed before anything is prepared."""
         self._is_inside = False
+        self._model_of = model_of
         self.adopted: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         super().__init__(**kwargs, opens_regions=False)  # they are opened here, unless they are open
 
@@ -44,6 +47,17 @@ class TrainerAccelerator(Accelerator):
         if not torch.is_grad_enabled():
             return self._formats().evaluation()
         return nullcontext() if self._is_inside else self._opened()
+
+    _region = region
+
+    def _formats(self) -> Region:
+        self._build()
+        model = self._model_of()
+        if self._steppers or model is None:
+            return super()._formats()
+        if self._evaluation is None or self._evaluation.model is not model:
+            self._evaluation = Region(model, self._policy)  # to evaluate, and for what DPO computes beforehand
+        return self._evaluation
 
     @contextmanager
     def inside(self) -> Iterator[None]:

@@ -111,8 +111,15 @@ class PrecisionMixin(_Base):
         if not hasattr(self, "accelerator"):  # a search makes one for each trial
             state.requested = policy_of(self.args, state.policy)
 
+        trainer = weakref.ref(self)
+
+        def model_of() -> nn.Module | None:
+            return getattr(trainer(), "model", None)
+
         def make(**kwargs: Any) -> TrainerAccelerator:
-            return TrainerAccelerator(**{**kwargs, "mixed_precision": "no"}, policy=state.requested, **state.settings)
+            return TrainerAccelerator(
+                model_of, **{**kwargs, "mixed_precision": "no"}, policy=state.requested, **state.settings
+            )
 
         # The Trainer makes its own, by this name.
         with mock.patch.object(transformers.trainer, "Accelerator", make):
