@@ -92,6 +92,8 @@ def train(settings: Settings, show: Show = lambda text, step, total: None) -> Tr
 
 def _save(trainer: Any, folder: Path) -> None:
     """Write the trained model; it has its name when all of it is there. Every rank calls it."""
+    if trainer.is_fsdp_enabled:
+        trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")  # a model, not a checkpoint
     staging = Staging(folder, trainer.args.should_save)
     with staging.writing():
         trainer.save_model(str(staging.part))
