@@ -273,7 +273,7 @@ def refused(*arguments):
 @pytest.mark.parametrize("name", ["tune", "doctor", "lint"])
 def test_a_command_of_one_process_is_refused_under_torchrun(world2, name):
     first, second = world2.run(refused, name, "mlp")
-    said = f"{name} in 2 processes: it runs in one process; only compare and trace run over several ranks."
+    said = f"{name} in 2 processes: it runs in one process; only compare, trace, train run over several ranks."
     assert first == (2, "", f"halfstep: {said} Leave torchrun out.\n")
     assert second == (2, "", "")
 

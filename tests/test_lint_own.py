@@ -23,7 +23,10 @@ def test_the_repository_passes(monkeypatch, capsys):
 def test_python_of_a_page_passes(page):
     # The blocks of a page are one program, as tests/test_docs.py runs them.
     text = "\n".join(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.S | re.M))
-    assert [f"{f.line} {f.code} {f.message}" for f in lint_text(text, f"{page.stem}.py", all_rules())] == []
+    found = [(f.code, f"{f.line} {f.message}") for f in lint_text(text, f"{page.stem}.py", all_rules())]
+    # The loop that one comes from has two of the usual mistakes; what it leaves behind is what HS101 sees afterwards.
+    known = ["HS121", "HS303", "HS101"] if page.name == "migration.md" else []
+    assert [code for code, _ in found] == known, found
 
 
 def test_the_finding_of_the_readme_is_one(capsys, monkeypatch, tmp_path):
