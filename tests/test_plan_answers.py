@@ -269,7 +269,7 @@ def test_places_are_lines_of_the_users_even_where_torch_asks(x, device):
 def test_what_halfstep_asks_is_counted_but_is_no_place_of_the_users(device):
     source = "def ask(x):\n    return x.sum().item()\n"
     module = types.ModuleType("own")
-    own = Path(answering.__file__).parent.parent / "stepper.py"
+    own = Path(answering.__file__).parent.parent / "stepper" / "step.py"
     exec(compile(source, str(own), "exec"), module.__dict__)
     with device.running():
         assert module.ask(torch.ones(3) * torch.arange(3)) == 0

@@ -129,9 +129,11 @@ def not_read():
     """What a comparison reads from the device."""
     from reference.reads import Reads
 
+    from halfstep.stepper.facts import facts_of
+
     model, optimizer, kwargs = make(policy="fp16 on_overflow=skip")
     stepper = Stepper(model, optimizer, **kwargs)
-    facts = [*stepper._facts(), Fact("weights", tensors={"holds parameter x": torch.ones(3)})]
+    facts = [*facts_of(stepper), Fact("weights", tensors={"holds parameter x": torch.ones(3)})]
     with Reads() as reads:
         digests = [fact.digest() for fact in facts]
     with Reads() as reads_of_all:

@@ -27,7 +27,6 @@ from torch.optim import Optimizer
 
 from halfstep.closure import NonFiniteEvaluation, needs_closure, step_by_closure
 from halfstep.diagnosis.capture import Capture, as_before
-from halfstep.diagnosis.exhaustion import can_promote, exhausted, makers_of_loss
 from halfstep.diagnosis.explainer import Explainer
 from halfstep.dtypes import LOW_DTYPES
 from halfstep.errors import HalfstepError
@@ -40,7 +39,6 @@ from halfstep.gradients import (
     multiply,
     nonfinite,
     nonfinite_share,
-    put_gradients,
     take_gradients,
 )
 from halfstep.hardware import Hardware, detect
@@ -51,22 +49,15 @@ from halfstep.policy import LossScale, Policy
 from halfstep.ranks.agreement import agree, together
 from halfstep.ranks.contract import DEFAULT, Comparison, Contract
 from halfstep.ranks.engine import check_ranks, ranks_of
-from halfstep.ranks.facts import (
-    Fact,
-    facts_of_machine,
-    facts_of_model,
-    facts_of_optimizer,
-    facts_of_progress,
-    facts_of_rounding,
-    facts_of_run,
-    facts_of_weights,
-)
-from halfstep.record import Producer
 from halfstep.region import Region, device_of
-from halfstep.replay import Fault, Replay
+from halfstep.replay import Replay
 from halfstep.report import Report
 from halfstep.scale import CHECK_EVERY, NoScale, make_scale
 from halfstep.snapshot import RandomState, RunningStatistics
+from halfstep.stepper.checks import check_closure, check_settings
+from halfstep.stepper.facts import compare, facts_of
+from halfstep.stepper.mending import find_makers, mend, names_of, promote_or_stop
+from halfstep.stepper.state import load_state, state_of
 from halfstep.updates import UpdateMeter, UpdateReport
 from halfstep.watch.settings import Watch
 from halfstep.watcher import make_watcher
@@ -135,26 +126,9 @@ class Stepper:
         self.ranks = ranks_of(model)
         module = self.ranks.module
         with together(self.ranks):
-            if accumulate is not None and (not hasattr(accumulate, "__index__") or accumulate < 1):
-                raise HalfstepError(
-                    f"accumulate={accumulate}", "a window holds whole micro-batches", "Use 1, 2, 3, ..."
-                )
-            if beside is not None and (accumulate is not None or beside.accumulate is not None):
-                raise HalfstepError(
-                    "a Stepper beside another with a fixed number of micro-batches",
-                    "a loss counts for both, so that neither can tell when its window is full",
-                    "Use accumulate=None for both, and end_window().",
-                )
-            if max_norm is not None and not 0 < max_norm < math.inf:
-                raise HalfstepError(
-                    f"max_norm={max_norm}", "a norm is clipped to a positive number", "Use None to not clip."
-                )
+            check_settings(accumulate, max_norm, contract, beside)
             if on_exhausted is not None:
                 policy = replace(Policy.parse(policy), on_exhausted=on_exhausted)
-            if not isinstance(contract, Contract):
-                raise HalfstepError(
-                    f"contract={contract!r}", "it is a halfstep.Contract", "Leave it out for the defaults."
-                )
             requested = beside.policy if beside else Policy.parse(policy)
             hardware = hardware or detect(str(device_of(module)))
         agreed = agree(self.ranks, requested, hardware)
@@ -163,18 +137,8 @@ class Stepper:
             check_optimizer(module, optimizer, self.policy.master)
             check_ranks(self.ranks, self.policy, explain)
             self._passes_closure = needs_closure(optimizer) if passes_closure is None else passes_closure
-            if self._passes_closure and accumulate != 1:
-                raise HalfstepError(
-                    f"accumulate={accumulate} with {type(optimizer).__name__}",
-                    "it evaluates the loss of a window anew, whose earlier batches are gone by then",
-                    "Use accumulate=1, and a closure that sums over its batches and returns (sum, count).",
-                )
-            if self._passes_closure and self.policy.master != "fp32":
-                raise HalfstepError(
-                    f"master={self.policy.master} with {type(optimizer).__name__}",
-                    "it moves the weights between two evaluations, where 16 bit would lose what it does",
-                    "Leave master out, so that the weights are fp32.",
-                )
+            if self._passes_closure:
+                check_closure(optimizer, accumulate, self.policy)
             if scheduler is not None:
                 check_step("scheduler", scheduler, "Call it yourself, after a report whose 'applied' is True.")
             self.model, self.optimizer = model, optimizer
@@ -197,7 +161,7 @@ class Stepper:
             self._had_hopeless = False  # whether the micro-batch before was one that no scale mends
         self._comparison = Comparison(self.ranks, contract, hardware.name, requested.compute == "auto")
         if self._comparison.is_due:
-            self._comparison.check(self._facts())
+            self._comparison.check(facts_of(self))
         # Of several ranks one may have a hook that the others lack, or explain something earlier than they do; who
         # reads the verdict, reads it on all.
         gates = scheduler is not None or on_applied is not None or (explain and self.ranks.num > 1)
@@ -386,7 +350,7 @@ class Stepper:
         held = torch.tensor(float(window.num_micro_batches), device=self.region.device)
         with self.ranks.during(self.num_steps + 1):
             if self._comparison.is_due:
-                self._compare()
+                compare(self)
             if not window.num_micro_batches:
                 if self._unit is None and self.ranks.num > 1:
                     self._fix_unit(0.0)  # others may have done so in the first micro-batch of the run
@@ -440,47 +404,12 @@ class Stepper:
         """``model.state_dict()`` with the exact weights, on the CPU; see :meth:`Masters.fp32_state_dict`."""
         return self.masters.fp32_state_dict()
 
-    def _facts(self) -> list[Fact]:
-        """What other ranks have to hold too, from the moment on when the stepper is built."""
-        module, optimizer = self.ranks.module, self.optimizer
-        names = {id(parameter): name for name, parameter in module.named_parameters()}
-        facts = facts_of_run(
-            self.policy,
-            self.info.requested,
-            accumulate=self.accumulate,
-            max_norm=self.max_norm,
-            scheduler=self.scheduler,
-            passes_closure=self._passes_closure,
-            contract=(self._comparison.contract.every, *self._comparison.contract.allow),
-        )
-        return [
-            *facts,
-            *facts_of_machine(self.region.hardware),
-            *facts_of_model(self.ranks),
-            *facts_of_optimizer(optimizer, names),
-        ]
-
-    def _compare(self) -> None:
-        """Compare with the other ranks before a window begins; a difference ends the run on each of them."""
-        names = {id(parameter): name for name, parameter in self.ranks.module.named_parameters()}
-        formats = {names[key]: dtype for key, dtype in self._comparison.gradients.items()}
-        num_micro_batches = self._window.num_micro_batches
-        self._comparison.check(
-            [
-                *self._facts(),
-                *facts_of_rounding(self.masters.seeds(), self.optimizer, self.ranks),
-                *facts_of_progress(self.num_steps, num_micro_batches, self._unit, self.scale, formats),
-                *facts_of_weights(self.ranks, self.masters.named_rests()),
-            ]
-        )
-        self._comparison.is_due = False
-
     def _begin_micro_batch(self, is_last: bool) -> None:
         if self._is_said_last and self._window.num_micro_batches:
             self.masters.sum_in_fp32()  # the one before was not the last after all
         self._has_begun, self._is_said_last = True, is_last
         if self._comparison.is_due:
-            self._compare()
+            compare(self)
         if self._window.num_micro_batches == 0:
             # Drop what a backward pass of somebody else left there, as a GAN's other half does.
             clear_gradients(self.optimizer)
@@ -519,7 +448,7 @@ class Stepper:
                 window,
                 self._is_last,
                 partial(self._run, closure),
-                partial(self._mend, closure),
+                partial(mend, self, closure),
                 self._report_overflow,
                 is_current=lambda: self._window is window,
             )
@@ -576,100 +505,6 @@ class Stepper:
             self.masters.sum_in_fp32()
         return None
 
-    # A micro-batch whose gradient is not finite.
-
-    def _mend(self, closure: Callable[[], Loss], fault: Fault) -> float | None:
-        """Lower the scale or promote a module, so that the micro-batch can run again; the scale's factor.
-
-        None if nothing helps, or if it is not for one rank alone to decide.
-        """
-        is_finite, is_exhausted = math.isfinite(fault.loss), self.scale.is_exhausted()
-        if self._explainer and (is_exhausted or not is_finite):
-            self._tell(self._explainer.explain(self._capture(closure)))
-        factor = 1.0
-        # A batch that brought the scale all the way down may be the only one; a second in a row is not.
-        may_stop = is_exhausted and (fault.lowered == 1.0 or self._had_hopeless)
-        if fault.is_alone and (is_exhausted or not is_finite):
-            # Here is seen who is at fault. What to do about it is for all ranks together, at the window's end.
-            window = self._window
-            window.is_exhausted |= is_exhausted
-            if self.policy.on_exhausted == "promote" and not is_finite:
-                window.makers += tuple(makers_of_loss(self._capture(closure)))
-            elif self.policy.on_exhausted == "promote" or may_stop:
-                window.makers += self._find_makers(closure)
-            if is_exhausted:
-                self.scale.undo(fault.lowered)
-            return None
-        if is_exhausted:
-            makers = self._find_makers(closure) if self.policy.on_exhausted == "promote" or may_stop else ()
-            if not self._promote_or_stop(closure, makers, fault.bad, self.num_steps + 1, may_stop):
-                self._had_hopeless = True
-                self.scale.undo(fault.lowered)
-                return None
-        elif is_finite:
-            factor = self.scale.back_off() or 1.0
-        elif not self._promote_makers_of_loss(closure):
-            # The fault is in the forward pass, which no scale mends. As above, what is not finite stays in the sums,
-            # so that the window's end skips it and lowers the scale once.
-            return None
-        return factor
-
-    def _find_makers(self, closure: Callable[[], Loss] | None) -> tuple[Producer, ...]:
-        """Who makes the first non-finite value of a micro-batch now; nobody where this rank cannot look by itself."""
-        if closure is None or not self.ranks.looks_alone:
-            return ()
-        producer = self._capture(closure).find_producer()
-        return () if producer is None else (producer,)
-
-    def _promote_or_stop(
-        self,
-        closure: Callable[[], Loss] | None,
-        makers: Sequence[Producer],
-        bad: Sequence[torch.Tensor],
-        step: int,
-        may_stop: bool,
-    ) -> bool:
-        """No scale mends the gradient of ``bad``: do what the policy says. All ranks do it together.
-
-        True when modules were promoted to fp32 and the micro-batch can run again. Otherwise it raises, or says False
-        where it may not stop. ``makers``: those that this rank knows of.
-        """
-        if self.policy.on_exhausted == "stop" and not may_stop:
-            return False
-        of_all = [producer for of_rank in self.ranks.gather(tuple(makers)) for producer in of_rank]
-        if self.policy.on_exhausted == "promote" and self._promote_each(of_all, step):
-            return True
-        if not may_stop:
-            return False
-        if self._can_replay and closure is not None:
-            self._replay.start.restore()
-        self._drop_window()
-        error = exhausted(self.policy, step, _names(self.ranks.module, bad), next(iter(of_all), None))
-        if self._watcher:
-            self._watcher.alert("scale-exhausted", step, error)
-        raise error
-
-    def _promote_makers_of_loss(self, closure: Callable[[], Loss]) -> bool:
-        """The loss is not finite, which no scale mends: promote who made it at once, if the policy does and that helps.
-
-        A batch that goes on like this is not lost, and the scale does not fall for what it has no part in.
-        """
-        if self.policy.on_exhausted == "stop":
-            return False
-        of_ranks = self.ranks.gather(makers_of_loss(self._capture(closure)))
-        return self._promote_each([producer for makers in of_ranks for producer in makers], self.num_steps + 1)
-
-    def _promote_each(self, makers: Sequence[Producer], step: int) -> bool:
-        """Promote those that are modules in 16 bit; whether there was one."""
-        num_promoted = len(self._promoted)
-        for producer in makers:
-            if can_promote(producer, self.policy):
-                self.region.promote(producer.module)
-                self.masters.settle(self.policy)
-                self._promoted.append(producer.module)
-                self._tell(Promotion(step, producer.module, str(self.policy), str(producer)))
-        return len(self._promoted) > num_promoted
-
     def _capture(self, closure: Callable[[], Loss], start: RandomState | None = None) -> Capture:
         """A micro-batch of this window as it began: with ``start``, or as the last one that could be replayed."""
         start = start or (self._replay.start if self._can_replay else None)
@@ -680,7 +515,7 @@ class Stepper:
     def _report_overflow(self, bad: Sequence[torch.Tensor], factor: float) -> None:
         if self.sinks or self._watcher:
             scale = self.scale.value.item()
-            names = tuple(_names(self.ranks.module, bad))
+            names = tuple(names_of(self.ranks.module, bad))
             window = self._window
             share = window.nonfinite_share or 0.0
             at = scale / factor
@@ -746,9 +581,9 @@ class Stepper:
         self._tell(report)
         if is_to_mend:
             with torch.enable_grad():
-                makers = window.makers if window.is_left else self._find_makers(closure)
+                makers = window.makers if window.is_left else find_makers(self, closure)
                 bad = nonfinite(verdict.parameters, verdict.norms)
-                self._promote_or_stop(closure, makers, bad, self.num_steps, may_stop)
+                promote_or_stop(self, closure, makers, bad, self.num_steps, may_stop)
         return report
 
     def _judge_window(self, window: Window) -> tuple[Gradients, Verdict]:
@@ -830,36 +665,7 @@ class Stepper:
         numbers_only: without what is as large as the model, rests and gradients, for who keeps them in another way; see
                       :mod:`halfstep.distributed.checkpoint`.
         """
-        window = self._window
-        named = self.ranks.module.named_parameters()
-        names: dict[torch.Tensor, str] = {parameter: name for name, parameter in named}
-        gradients = gradients_of(self.optimizer) if window.num_micro_batches else {}
-        if not gradients.keys() <= names.keys():
-            raise HalfstepError(
-                "the state of a window with a gradient that has no name",
-                "the optimizer was given a parameter that the model does not have",
-                "Add the parameter to the model, or save at a window's end.",
-            )
-        return {
-            "policy": str(self.policy),
-            "num_steps": self.num_steps,
-            "unit": self._unit,
-            "scale": self.scale.state_dict(),
-            "promoted": list(self._promoted),
-            "had_hopeless": self._had_hopeless,
-            "masters": self.masters.numbers() if numbers_only else self.masters.state_dict(),
-            "window": {
-                "num_micro_batches": window.num_micro_batches,
-                "loss_sum": window.loss_sum,
-                "count": window.count,
-                "num_replays": window.num_replays,
-                "nonfinite_share": window.nonfinite_share,
-                "is_left": window.is_left,
-                "is_exhausted": window.is_exhausted,
-                "statistics": self._statistics.state_dict() if window.num_micro_batches else {},
-                "gradients": {} if numbers_only else {names[p]: g.clone() for p, g in gradients.items()},
-            },
-        }
+        return state_of(self, numbers_only)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state``, after the model has loaded its own.
@@ -867,46 +673,4 @@ class Stepper:
         The layout of master weights may be another one. A loss scale of another kind, gradients of other parameters,
         and rests that do not belong to the model's weights are refused.
         """
-        try:
-            sums = dict(state["window"])
-            gradients, statistics = sums.pop("gradients"), sums.pop("statistics")
-            window = Window(**sums)
-            names = ("num_steps", "unit", "scale", "promoted", "had_hopeless", "masters")
-            numbers = {name: state[name] for name in names}
-        except (KeyError, TypeError):
-            raise HalfstepError(
-                "a state without the keys of Stepper.state_dict()",
-                "it was written by something else",
-                "Pass what stepper.state_dict() returned, loaded with torch.load.",
-            ) from None
-        parameters = dict(self.ranks.module.named_parameters())
-        for name, gradient in gradients.items():
-            if name not in parameters or parameters[name].shape != gradient.shape:
-                raise HalfstepError(
-                    f"a saved gradient {name!r} of shape {tuple(gradient.shape)}",
-                    "the model has no parameter of this name and shape",
-                    "Load the state into the model that it was saved with.",
-                )
-        self.masters.load_state_dict(numbers["masters"])
-        self.scale.load_state_dict(numbers["scale"])
-        for module in numbers["promoted"]:
-            if (module, "fp32") not in self.policy.modules:
-                self.region.promote(module)
-        self.masters.settle(self.policy)
-        self.masters.load_widened(numbers["masters"])
-        self._promoted, self._had_hopeless = list(numbers["promoted"]), numbers["had_hopeless"]
-        self.num_steps, self._unit = numbers["num_steps"], numbers["unit"]
-        self.region.release()
-        self._clear_window()
-        self._window = window
-        if window.num_micro_batches:
-            self.ranks.begin(is_last=False)  # these gradients are as an earlier micro-batch leaves them
-        self._statistics.load_state_dict(statistics)
-        put_gradients({parameters[name]: g.to(parameters[name].device, copy=True) for name, g in gradients.items()})
-        if self._watcher:
-            self._watcher.resume(self.num_steps)
-
-
-def _names(model: nn.Module, parameters: Iterable[torch.Tensor]) -> list[str]:
-    wanted = {id(parameter) for parameter in parameters}
-    return [name for name, parameter in model.named_parameters() if id(parameter) in wanted]
+        load_state(self, state)
