@@ -1,6 +1,6 @@
-"""What AMP, checkpointing, LoRA, 8-bit states, 4-bit weights and split16 save, alone and together: planned and measured.
+"""What AMP, checkpointing, LoRA, 8-bit states, 4-bit weights and split16 save, alone and stacked: planned, measured.
 
-Each row is a whole ``halfstep train sft`` on the built-in examples, from one base: a Llama of 3.7 million parameters
+Each row is a whole ``halfstep train sft`` on the built-in examples, from one base: a Llama of 3.4 million parameters
 that was trained on text before, in fp32, so that adapters have something to adapt. Printed are
 
 planned    peak of the tensors of a step, by ``halfstep train --plan``, for the batch of the measured step
@@ -108,13 +108,13 @@ def row(name: str, base: str, steps: int) -> dict[str, Any]:
     from transformers import TrainerCallback
 
     from halfstep.compare.memory import LiveBytes
+    from halfstep.hardware import detect
+    from halfstep.plan.measure import target_on
     from halfstep.plan.worker import Call, Workers
+    from halfstep.policy import Policy
     from halfstep.train import run
     from halfstep.train.planned import job_of
     from halfstep.train.quiet import quieten
-    from halfstep.policy import Policy
-    from halfstep.hardware import detect
-    from halfstep.plan.measure import target_on
 
     quieten()
     torch.set_num_threads(1)

@@ -14,6 +14,8 @@ from halfstep import HalfstepError, Stepper
 from halfstep.policy import Policy
 from halfstep.states import slices_at, steps_by_parameter
 from halfstep.train.adapters import adapt, check_packages
+from halfstep.train.dataset import read
+from halfstep.train.pretrained import load
 from halfstep.train.quiet import quieten
 from halfstep.train.run import train
 from halfstep.train.settings import Settings
@@ -191,6 +193,10 @@ def sums(tmp_path, monkeypatch):
     return file
 
 
+def tiny_model(file):
+    return load("tiny", read("sft", file)).model
+
+
 SMALL = {"device": "cpu", "batch": 4, "max_length": 64}
 
 
@@ -203,6 +209,7 @@ def test_adapters_beside_4_bits_train_and_are_kept_in_fp32(sums, tmp_path):
     kept = load_file(tmp_path / "out" / "model" / "adapter_model.safetensors")
     assert {tensor.dtype for tensor in kept.values()} == {torch.float32}
     assert report.num_trained == sum(tensor.numel() for tensor in kept.values())
+    assert report.num_parameters == report.num_trained + sum(p.numel() for p in tiny_model(sums("sft")).parameters())
 
 
 def test_the_model_without_its_adapter_is_the_reference(sums, tmp_path):

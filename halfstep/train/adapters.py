@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import math
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -74,6 +75,12 @@ def drop_copy(model: Any) -> None:
     """Take away the copy of a fresh adapter that TRL keeps as the reference: without any the model is the same."""
     if "ref" in getattr(model, "peft_config", {}):
         model.delete_adapter("ref")
+
+
+def num_parameters(model: nn.Module) -> int:
+    """Weights of ``model``; two of 4 bits share a byte, and count as two."""
+    states = [(parameter, getattr(parameter, "quant_state", None)) for parameter in model.parameters()]
+    return sum(p.numel() if state is None else math.prod(state.shape) for p, state in states)
 
 
 def _reference(model: Any, policy: Policy) -> Any:

@@ -117,13 +117,12 @@ def _log_probs(model: Any, batch: dict[str, Tensor], statistics: frozenset[str])
     hidden = model.base_model(input_ids=batch["input_ids"], attention_mask=mask, use_cache=False).last_hidden_state
     labels = F.pad(batch["labels"][:, 1:], (0, 1), value=-100)
     head = model.get_output_embeddings()
-    log_probs: Tensor = token_statistics(hidden, head.weight, labels, head.bias, also=statistics).log_probs[:, :-1]
-    return log_probs
+    return token_statistics(hidden, head.weight, labels, head.bias, also=statistics).log_probs[:, :-1]
 
 
 def _sft(reference: Reference) -> Callable[[nn.Module, Any], Tensor]:
     def loss(model: nn.Module, batch: Any) -> Tensor:
-        return -_log_probs(model, _rows(batch), ChunkedSFT.statistics).sum() / batch["labels"].numel()
+        return -_log_probs(model, _rows(batch), ChunkedSFT.statistics).mean()
 
     return loss
 

@@ -14,7 +14,7 @@ from halfstep.hardware import detect
 from halfstep.integrations.staging import Staging
 from halfstep.interruption import Interruption
 from halfstep.policy import Policy, resolve
-from halfstep.train.adapters import adapt, check_packages
+from halfstep.train.adapters import adapt, check_packages, num_parameters
 from halfstep.train.dataset import read
 from halfstep.train.defaults import with_defaults
 from halfstep.train.folder import folder_of, last_checkpoint
@@ -78,7 +78,7 @@ def train(settings: Settings, show: Show = lambda text, step, total: None) -> Tr
         effective=info.effective,
         reason=info.reason,
         device=info.device,
-        num_parameters=sum(p.numel() for p in parameters),
+        num_parameters=num_parameters(adapted.model),
         num_trained=sum(p.numel() for p in parameters if p.requires_grad),
         precision=observer.precision(),
         loss_first=first,
