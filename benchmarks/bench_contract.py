@@ -27,7 +27,7 @@ from halfstep.distributed import replicate
 from halfstep.ranks.contract import Comparison
 from halfstep.ranks.digests import differing
 from halfstep.ranks.facts import facts_of_weights
-from halfstep.stepper.facts import compare
+from halfstep.stepper.facts import compare as compare_ranks
 
 NUM_STEPS = 100
 NEVER = 10**9
@@ -73,12 +73,12 @@ def compare(what: str, make_model: Callable[[], tuple[nn.Module, torch.Tensor]],
     sent: list[int] = []
     highest = stepper.ranks.highest
     stepper.ranks.highest = lambda numbers: sent.append(numbers.nbytes) or highest(numbers)  # type: ignore[method-assign]
-    compare(stepper)
+    compare_ranks(stepper)
     weights = facts_of_weights(stepper.ranks, stepper.masters.named_rests())
     known = [0] * (sent[-1] // 32)
     parts = {
         "a step": step,
-        "a comparison": lambda: compare(stepper),
+        "a comparison": lambda: compare_ranks(stepper),
         "its sums of weights": lambda: [fact.digest() for fact in weights],
         "its collective": lambda: differing(stepper.ranks, known),
     }
