@@ -102,6 +102,14 @@ def test_adapters_train_in_fp32_beside_a_base_in_16_bit(sums):
     assert {weight.dtype for weight in adapters.values()} == {torch.float32}
 
 
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_rule_names_modules_of_the_model_also_beneath_adapters(lora, sums):
+    settings = {**SMALL, "steps": 2, "data": sums, "lora": lora}
+    report = train(Settings("sft", policy="bf16 module:model.layers.0.*=fp32", **settings))
+    assert report.effective.endswith("model.layers.0.*=fp32")
+    assert report.precision.num_applied == 2
+
+
 def test_options_reach_trl(sums):
     report = train(Settings("sft", data=sums, options="max_steps=3 optim=sgd", **SMALL))
     assert report.precision.num_steps == 3
@@ -117,6 +125,7 @@ def test_options_reach_trl(sums):
         ({"data": "nowhere.jsonl"}, "no such file"),
         ({"max_length": 2}, "--max-length 2 leaves none for the answer"),
         ({"lora": True, "lora_targets": "nothing"}, "lora-targets=nothing"),
+        ({"lora": True, "policy": "bf16 module:nothing=fp32"}, "nothing"),
     ],
 )
 def test_what_is_wrong_is_one_line_and_nothing_is_written(given, message, tmp_path, sums):

@@ -7,7 +7,7 @@ import importlib.util
 import math
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,9 @@ from halfstep.plan.lora import is_conv1d
 from halfstep.plan.quantized import WEIGHT_BLOCK, hold_base_in_16_bit
 from halfstep.policy import Policy
 from halfstep.train.settings import Settings
+
+_PREFIX = "base_model.model."
+"""What PEFT puts before the name of a module."""
 
 
 @dataclass(frozen=True)
@@ -62,13 +65,18 @@ def adapt(model: Any, settings: Settings, policy: Policy, device: str = "cpu") -
         notes.append(f"The weights of {num} layers are held in 4 bits (NF4), 0.5625 bytes each.")
     adapted = _with_adapters(model, settings)
     if policy.compute in SIXTEEN_BIT:
-        hold_base_in_16_bit(adapted, policy)
+        hold_base_in_16_bit(adapted, for_adapters(policy))
         others = "The other frozen weights" if settings.quantize else "Frozen weights"
         notes.append(f"{others} are held in {policy.compute}; adapters train in fp32.")
         for _, layer in _adapted_layers(adapted):
             # PEFT would make an fp32 copy of each input, which autocast then brings back to 16 bit.
             layer.cast_input_dtype_enabled = False
     return Adapted(adapted, notes=tuple(notes))
+
+
+def for_adapters(policy: Policy) -> Policy:
+    """``policy``, whose rules name modules of the model, with the names that these have beneath adapters."""
+    return replace(policy, modules=tuple((_PREFIX + pattern, format) for pattern, format in policy.modules))
 
 
 def drop_copy(model: Any) -> None:
@@ -136,7 +144,7 @@ def _adapted_layers(model: Any) -> Iterator[tuple[str, Any]]:
 
     for name, module in model.named_modules():
         if isinstance(module, LoraLayer):
-            yield name.removeprefix("base_model.model."), module
+            yield name.removeprefix(_PREFIX), module
 
 
 def _targets(model: nn.Module) -> str:

@@ -13,8 +13,8 @@ from transformers import PrinterCallback
 from halfstep.hardware import detect
 from halfstep.integrations.staging import Staging
 from halfstep.interruption import Interruption
-from halfstep.policy import Policy, resolve
-from halfstep.train.adapters import adapt, check_packages, num_parameters
+from halfstep.policy import Policy, check_module_rules, resolve
+from halfstep.train.adapters import adapt, check_packages, for_adapters, num_parameters
 from halfstep.train.dataset import read
 from halfstep.train.defaults import with_defaults
 from halfstep.train.folder import folder_of, last_checkpoint
@@ -36,13 +36,15 @@ def train(settings: Settings, show: Show = lambda text, step, total: None) -> Tr
     """
     device = settings.device or ("cuda" if torch.cuda.is_available() else "cpu")
     settings = replace(settings, device=device)
-    policy = resolve(Policy.parse(settings.policy), detect(device))[0]
+    requested = Policy.parse(settings.policy)
+    policy = resolve(requested, detect(device))[0]
     check_packages(settings)
     folder = folder_of(settings)
     checkpoint = last_checkpoint(folder) if settings.resume else None
     show("reading data", 0, settings.steps)
     data = read(settings.task, settings.data, seed=settings.seed)
     loaded = load(settings.model, data, settings.seed)
+    check_module_rules(requested.modules, (name for name, _ in loaded.model.named_modules()))
     settings = with_defaults(settings, loaded.context)
     assert settings.max_length is not None
     lengths = check_lengths(data, loaded.tokenizer, settings.max_length, loaded.context)
@@ -53,7 +55,9 @@ def train(settings: Settings, show: Show = lambda text, step, total: None) -> Tr
         planned.append(str(plan_job(settings, loaded.model, policy, device, longest)))
     adapted = adapt(loaded.model, settings, policy, device)
     observer = Observer()
-    trainer = make_trainer(settings, loaded, adapted, data, Policy.parse(settings.policy), folder, observer)
+    if settings.lora:
+        requested = for_adapters(requested)
+    trainer = make_trainer(settings, loaded, adapted, data, requested, folder, observer)
     with Interruption(waits_alone=True) as interruption:
         progress = Progress(show, lambda: trainer.stepper, interruption)
         trainer.add_callback(progress)
