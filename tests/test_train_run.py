@@ -39,7 +39,7 @@ def sums(tmp_path_factory):
 
 @pytest.mark.parametrize("task", ["pretrain", "sft", "dpo", "kto"])
 def test_the_loss_falls(task):
-    report = train(Settings(task, **SMALL))
+    report = train(Settings(task, **{**SMALL, "max_length": 128}))  # every signature fits, of any Python
     assert report.precision.num_applied == 12
     assert report.loss_last < report.loss_first
     assert report.evaluation is not None
