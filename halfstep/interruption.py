@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from types import FrameType, TracebackType
@@ -16,7 +17,8 @@ from halfstep.stepper import Stepper
 class Interruption:
     """While it is open, Ctrl-C waits for :meth:`check` or :meth:`is_asked`; in one process it comes at once, as always.
 
-    waits_alone: whether it waits in one process too; a second Ctrl-C then comes at once.
+    waits_alone: whether it waits in one process too, which it says; a second Ctrl-C then comes at once. SIGTERM, with
+    which a cluster takes a machine back, waits like it. Of several ranks it ends each, as torchrun means it.
 
     A rank that left a step alone would leave the others in a collective. torchrun hands Ctrl-C on to every rank and
     gives them half a minute.
@@ -24,24 +26,27 @@ class Interruption:
 
     def __init__(self, waits_alone: bool = False) -> None:
         self._waits_alone, self._is_noted = waits_alone, False
-        self._before: Any = None
+        self._before: dict[int, Any] = {}
         self._asked: torch.Tensor | None = None
 
     def __enter__(self) -> Self:
         if (self._waits_alone or num_ranks() > 1) and threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGINT, self._note)
+            waiting = (signal.SIGINT, signal.SIGTERM) if num_ranks() == 1 else (signal.SIGINT,)
+            self._before = {number: signal.signal(number, self._note) for number in waiting}
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGINT, self._before)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self._is_noted and num_ranks() == 1:
             raise KeyboardInterrupt
         self._is_noted = True
+        if num_ranks() == 1:
+            os.write(2, b"\nhalfstep: stopping after this step; once more stops at once\n")  # as a handler may
 
     def check(self, stepper: Stepper) -> None:
         """Raise KeyboardInterrupt where :meth:`is_asked`."""

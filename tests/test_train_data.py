@@ -213,6 +213,15 @@ def test_too_few_examples_to_hold_some_out(file):
     assert data.notes == ("2 examples are too few to hold some out: nothing is evaluated.",)
 
 
+def test_a_digest_is_of_what_examples_say_and_not_of_where_they_stand(file, tmp_path):
+    first = read("sft", file(SFT, SFT))
+    other = read("sft", write(tmp_path / "other.jsonl", SFT, {"unused": 1, **SFT}))
+    assert first.digest == other.digest
+    assert read("sft", "data.jsonl", seed=1).digest == first.digest
+    for records in ((SFT,), (SFT, SFT | {"completion": "5"}), ({"text": "2 + 2 = 4"},) * 2):
+        assert read("sft", file(*records)).digest != first.digest
+
+
 @pytest.mark.parametrize("share", [1, -0.1, float("nan")])
 def test_what_is_held_out_is_a_share(share, file):
     with pytest.raises(HalfstepError, match="it is a share of the examples, from 0 to below 1"):

@@ -1,9 +1,11 @@
 """Where a training job writes: nothing is written over, and a resumed one finds its last checkpoint."""
 
+import os
+
 import pytest
 
 from halfstep import HalfstepError
-from halfstep.train.folder import folder_of, last_checkpoint
+from halfstep.train.folder import folder_of, last_checkpoint, step_of
 from halfstep.train.settings import Settings
 
 
@@ -43,3 +45,24 @@ def test_the_last_checkpoint_is_that_of_the_highest_step(tmp_path):
         (tmp_path / name).mkdir()
     (tmp_path / "checkpoint-12").touch()  # a file
     assert last_checkpoint(tmp_path).name == "checkpoint-10"
+
+
+def test_a_place_that_cannot_be_written_is_refused_first(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(HalfstepError, match=r"file/a/b: .*file is a file. Name a folder"):
+        folder_of(Settings("sft", output=str(tmp_path / "file" / "a" / "b")))
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(HalfstepError, match="it is a link to nothing"):
+        folder_of(Settings("sft", output=str(tmp_path / "link")))
+    (tmp_path / "there").mkdir()
+    (tmp_path / "other").symlink_to(tmp_path / "there")
+    assert folder_of(Settings("sft", output=str(tmp_path / "other"))) == tmp_path / "other"
+    if os.geteuid() == 0:
+        return  # root may write everywhere
+    (tmp_path / "there").chmod(0o500)
+    with pytest.raises(HalfstepError, match="there cannot be written in"):
+        folder_of(Settings("sft", output=str(tmp_path / "there" / "new")))
+
+
+def test_the_step_of_a_checkpoint(tmp_path):
+    assert step_of(tmp_path / "checkpoint-12") == 12

@@ -49,6 +49,8 @@ def test_an_empty_file(content):
         (b'{\n  "text": "a"\n}\n', 1, "it is not JSON"),
         (b'{"text": "a"}\n{"text": "caf\xe9"}\n', 2, "byte 14 of it, 0xe9, is not UTF-8. Save the file as UTF-8."),
         ('{"text": "a"}\n'.encode("utf-16"), 1, "it is UTF-16, not UTF-8"),
+        (b'{"text": "a"}\n{"text": "b", "text": "c"}\n', 2, "it has 'text' twice. Leave one of them out"),
+        (b'{"text": "a", "more": {"x": 1, "x": 2}}\n', 1, "it has 'x' twice"),
         (b'{"text": "a"}\n' + b"[" * 100_000 + b"\n", 2, "its JSON cannot be read: maximum recursion depth"),
         (b'{"text": ' + b"1" * 5000 + b"}\n", 1, "its JSON cannot be read: Exceeds the limit"),
     ],
@@ -70,6 +72,7 @@ def test_what_editors_leave_in_a_file_is_no_fault():
     [
         ("sft", "a.txt", "sft reads *.jsonl. Plain text fits halfstep train pretrain."),
         ("sft", "a.csv", "sft reads *.jsonl. Write one JSON object a line, as FILE.jsonl."),
+        ("sft", "a.jsonl.gz", "sft reads *.jsonl. Unpack it first"),
         ("dpo", "a.json", "dpo reads *.jsonl. Write one object a line: jq -c '.[]' a.json > a.jsonl"),
         ("pretrain", "a.pdf", "pretrain reads *.jsonl, *.txt, *.py, *.md."),
     ],

@@ -94,10 +94,19 @@ def test_the_report_says_what_the_precision_did():
     assert not REPORT.found
 
 
-def test_a_run_that_was_stopped_or_learned_nothing_is_found():
+def test_a_run_that_was_stopped_or_lost_is_found():
     assert replace(REPORT, stopped_at=7).found
-    assert "stopped by Ctrl-C after step 7" in str(replace(REPORT, stopped_at=7))
-    assert replace(REPORT, precision=replace(REPORT.precision, num_applied=0)).found
+    assert "stopped after step 7" in str(replace(REPORT, stopped_at=7))
+    for num_applied, found in ((0, True), (4, True), (5, False), (10, False)):
+        assert replace(REPORT, precision=replace(REPORT.precision, num_applied=num_applied)).found is found
+    assert replace(REPORT, evaluation=math.nan).found
+    # One that was resumed after its last step.
+    assert not replace(REPORT, precision=Precision(0, 0, 0, {}, 1.0, 1.0, (), 0)).found
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.43, "0.4 s"), (9.96, "10.0 s"), (12.3, "12 s"), (7201.0, "7201 s")])
+def test_a_short_time_has_a_decimal(seconds, text):
+    assert f" in {text} on" in str(replace(REPORT, seconds=seconds))
 
 
 def test_its_json_is_strict_and_has_the_keys_of_the_page():

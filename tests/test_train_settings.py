@@ -1,12 +1,15 @@
 """What a training job is told: by flags, by a file, and what is refused in one line."""
 
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
+import trl
 
 from halfstep import HalfstepError
 from halfstep.train.defaults import with_defaults
-from halfstep.train.settings import OPTIMIZERS, Settings, parse_options
+from halfstep.train.settings import _FLAGS, OPTIMIZERS, Settings, parse_options
+from halfstep.train.trainer import arguments
 
 FLAGS = [field.name for field in fields(Settings) if field.name != "task"]
 
@@ -74,6 +77,11 @@ def test_a_file_that_is_not_there(tmp_path):
         ({"quantize": "8bit", "lora": True}, "quantize=8bit"),
         ({"quantize": "4bit"}, "quantize=4bit without lora: weights of 4 bits do not train. Add --lora"),
         ({"policy": "e4m3"}, "e4m3"),
+        ({"options": "max_steps=3"}, "option max_steps: it has a flag of its own. Use --steps"),
+        ({"options": "output_dir=x"}, "Use --output"),
+        ({"options": "bf16=True"}, "Use --policy"),
+        ({"options": "beta=1 beta=2"}, "option beta: it is given twice"),
+        ({"options": "num_train_epochs=2", "steps": 5}, "option num_train_epochs beside steps=5: both say how long"),
         ({"options": "beta"}, "option 'beta': it is not NAME=VALUE"),
     ],
 )
@@ -107,6 +115,20 @@ def test_defaults_leave_nothing_open_and_what_is_given_alone(task):
         assert whole.max_length <= 512
     given = Settings(task, steps=3, batch=5, lr=0.5, max_length=64, save_every=2)
     assert with_defaults(given, None) == given
+
+
+def test_epochs_say_how_long():
+    whole = with_defaults(Settings("sft", options="num_train_epochs=2"), 512)
+    assert whole.steps is None
+    arguments_ = arguments(whole, Path("out"))
+    assert (arguments_.max_steps, arguments_.num_train_epochs) == (-1, 2)
+    assert arguments_.get_warmup_steps(50) == 5  # a tenth
+
+
+def test_every_argument_with_a_flag_is_one_of_trl():
+    names = {field.name for field in fields(trl.SFTConfig)}
+    assert set(_FLAGS) - names <= {"gradient_checkpointing", "activation_checkpointing"}
+    assert {flag.replace("-", "_") for flag in _FLAGS.values()} <= set(FLAGS)
 
 
 def test_adapters_learn_ten_times_as_fast():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from array import array
 from collections.abc import Iterable, Iterator
@@ -27,7 +28,8 @@ class Data:
     """Examples in the columns that TRL's trainers take, each with ``line``, where it stands (``chats.jsonl:17``).
 
     ``columns`` are those columns without ``line``, of text or, if ``is_conversational``, of messages. ``evaluation`` is
-    None when nothing is held out. ``notes`` are sentences that the user should read.
+    None when nothing is held out. ``notes`` are sentences that the user should read. ``digest`` names what the examples
+    say, in whatever file they stand.
     """
 
     task: str
@@ -37,6 +39,7 @@ class Data:
     columns: tuple[str, ...]
     is_conversational: bool
     notes: tuple[str, ...] = ()
+    digest: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -80,18 +83,19 @@ def read(task: str, data: str, held_out: float = HELD_OUT, seed: int = 0) -> Dat
         raise HalfstepError(f"held_out={held_out:g}", "it is a share of the examples, from 0 to below 1", "Use 0.05.")
     if data == builtin.SOURCE:
         records = ((record, line, line, group) for record, line, group in builtin.rows(task))
-        table, checker, groups = _collect(task, records, data)
+        table, checker, groups, digest = _collect(task, records, data)
     else:
-        table, checker, groups = _collect(task, _rows_of(task, data), data)
+        table, checker, groups, digest = _collect(task, _rows_of(task, data), data)
     notes = _notes(checker)
     chosen = _held_out(groups, held_out, seed)
     if held_out and not chosen:
-        notes.append(f"{len(table)} examples are too few to hold some out: nothing is evaluated.")
+        are = "1 example is" if len(table) == 1 else f"{len(table)} examples are"
+        notes.append(f"{are} too few to hold some out: nothing is evaluated.")
     train, evaluation = table, None
     if chosen:
         train = table.select([place for place in range(len(table)) if place not in chosen])
         evaluation = table.select(sorted(chosen))
-    return Data(task, data, train, evaluation, checker.columns, checker.is_conversational, tuple(notes))
+    return Data(task, data, train, evaluation, checker.columns, checker.is_conversational, tuple(notes), digest)
 
 
 def _held_out(groups: array[int], share: float, seed: int) -> set[int]:
@@ -118,28 +122,35 @@ def _rows_of(task: str, data: str) -> Iterator[tuple[object, str, str, int]]:
 
 def _collect(
     task: str, records: Iterable[tuple[object, str, str, int]], source: str
-) -> tuple[Dataset, Checker, array[int]]:
-    """The rows of all records, once, as Arrow, and the group of each."""
+) -> tuple[Dataset, Checker, array[int], str]:
+    """The rows of all records, once, as Arrow, the group of each, and a digest of what they say."""
     import pyarrow as pa
     from datasets import Dataset
     from datasets.fingerprint import generate_random_fingerprint
 
     checker, batches, groups = Checker(task), [], array("q")
     batch: list[Row] = []
+    digest = hashlib.blake2b(digest_size=16)
+
+    def take() -> None:
+        said = pa.RecordBatch.from_pylist(batch, _schema(checker))
+        digest.update(said.drop_columns(["line"]).serialize())
+        batches.append(said)
+
     for record, where, line, group in records:
         rows = checker.rows(record, where)
         groups.extend([group] * len(rows))
         batch += [row | {"line": line} for row in rows]
         if len(batch) >= _BATCH:
-            batches.append(pa.RecordBatch.from_pylist(batch, _schema(checker)))
+            take()
             batch = []
     if not groups:
         raise HalfstepError(f"data {source}", "it is empty", "Give data with at least one example.")
     if batch:
-        batches.append(pa.RecordBatch.from_pylist(batch, _schema(checker)))
+        take()
     # Without a fingerprint it pickles the whole table to make one of it.
     table = Dataset(pa.Table.from_batches(batches), fingerprint=generate_random_fingerprint())
-    return table, checker, groups
+    return table, checker, groups, digest.hexdigest()
 
 
 def _schema(checker: Checker) -> Any:

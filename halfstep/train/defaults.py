@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from halfstep.train.settings import Settings
+from halfstep.train.settings import Settings, parse_options
 
 # Learning rates of the tasks for a model that is trained already; adapters take ten times as much.
 _RATES = {"pretrain": 3e-4, "sft": 2e-5, "dpo": 1e-6, "kto": 1e-6}
@@ -18,7 +18,11 @@ _SAVES = 500
 
 
 def with_defaults(settings: Settings, context: int | None) -> Settings:
-    """``settings`` with a number for everything. context: tokens that the model takes, None if it does not say."""
+    """``settings`` with a number for everything; steps stay None where --options say how many epochs.
+
+    context: tokens that the model takes, None if it does not say.
+    """
+    in_epochs = "num_train_epochs" in parse_options(settings.options)
     is_tiny = settings.model == "tiny"
     rate = (_TINY_RATES if is_tiny else _RATES)[settings.task]
     if settings.lora and not is_tiny:
@@ -26,7 +30,7 @@ def with_defaults(settings: Settings, context: int | None) -> Settings:
     length = _BUILTIN_LENGTH if settings.data == "builtin" else min(_LENGTH, context or _LENGTH)
     return replace(
         settings,
-        steps=settings.steps or (_TINY_STEPS[settings.task] if is_tiny else _STEPS),
+        steps=settings.steps or (None if in_epochs else _TINY_STEPS[settings.task] if is_tiny else _STEPS),
         batch=settings.batch or (_TINY_BATCH[settings.task] if is_tiny else _BATCH),
         lr=settings.lr or rate,
         max_length=settings.max_length or length,

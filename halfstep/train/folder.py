@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -19,8 +20,7 @@ def folder_of(settings: Settings) -> Path:
     """
     if settings.output is not None:
         folder = Path(settings.output)
-        if folder.exists() and not folder.is_dir():
-            raise HalfstepError(f"output {folder}", "it is a file", "Name a folder.")
+        _check_writable(folder)
         if not settings.resume and folder.is_dir() and any(folder.iterdir()):
             raise HalfstepError(
                 f"output {folder}", "it is not empty", "Use --resume to go on, or name another --output."
@@ -31,6 +31,24 @@ def folder_of(settings: Settings) -> Path:
     while (folder := _RUNS / (f"{name}-{len(taken) + 1}" if taken else name)).exists():
         taken.append(folder)
     return taken[-1] if settings.resume and taken else folder
+
+
+def _check_writable(folder: Path) -> None:
+    """HalfstepError where the folder cannot be made or written in, before hours are spent on data."""
+    there = folder
+    while not os.path.lexists(there) and there != there.parent:
+        there = there.parent
+    if not there.is_dir():
+        what = "it" if there == folder else str(there)
+        kind = "is a file" if there.exists() else "is a link to nothing"
+        raise HalfstepError(f"output {folder}", f"{what} {kind}", "Name a folder.")
+    if not os.access(there, os.W_OK | os.X_OK):
+        what = "it" if there == folder else str(there)
+        raise HalfstepError(f"output {folder}", f"{what} cannot be written in", "Name a folder that can.")
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.rpartition("-")[2])
 
 
 def last_checkpoint(folder: Path) -> Path:

@@ -38,6 +38,8 @@ def find(task: str, data: str) -> list[Path]:
         return [path]
     if path.suffix in TEXT:
         raise HalfstepError(f"data {data}", f"{task} reads {takes}", "Plain text fits halfstep train pretrain.")
+    if path.suffix in (".gz", ".zst", ".xz", ".bz2", ".zip"):
+        raise HalfstepError(f"data {data}", f"{task} reads {takes}", "Unpack it first.")
     fix = (
         f"Write one object a line: jq -c '.[]' {data} > {path.with_suffix('.jsonl')}" if path.suffix == ".json" else ""
     )
@@ -51,14 +53,28 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
             continue
         where = f"{path} line {number}"
         try:
-            value = json.loads(line.rstrip("\r\n"))
+            value = json.loads(line.rstrip("\r\n"), object_pairs_hook=_object)
         except json.JSONDecodeError as error:
             whole = " The file is one list: write one object a line." if line.strip() == "[" and number == 1 else ""
             why = f"it is not JSON: {error.msg} at column {error.colno}"
             raise HalfstepError(where, why, f"Mend the line or leave it out.{whole}") from None
+        except _TwiceError as error:
+            raise HalfstepError(where, f"it has {error.args[0]!r} twice", "Leave one of them out.") from None
         except (RecursionError, ValueError) as error:
             raise HalfstepError(where, f"its JSON cannot be read: {error}", "Mend the line or leave it out.") from None
         yield number, value
+
+
+class _TwiceError(Exception):
+    """A key that an object has twice; of the values one would be lost."""
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise _TwiceError(next(name for name in names if names.count(name) > 1))
+    return value
 
 
 def read_text(path: Path, num_bytes: int) -> Iterator[tuple[int, str]]:

@@ -14,10 +14,12 @@ from halfstep.hardware import detect
 from halfstep.integrations.staging import Staging
 from halfstep.interruption import Interruption
 from halfstep.policy import Policy, check_module_rules, resolve
+from halfstep.share import num_ranks
 from halfstep.train.adapters import adapt, check_packages, for_adapters, num_parameters
+from halfstep.train.begun import Begun
 from halfstep.train.dataset import read
 from halfstep.train.defaults import with_defaults
-from halfstep.train.folder import folder_of, last_checkpoint
+from halfstep.train.folder import folder_of, last_checkpoint, step_of
 from halfstep.train.lengths import check_lengths
 from halfstep.train.observer import Observer, ends_of
 from halfstep.train.planned import plan_job
@@ -47,6 +49,9 @@ def train(settings: Settings, show: Show = lambda text, step, total: None) -> Tr
     check_module_rules(requested.modules, (name for name, _ in loaded.model.named_modules()))
     settings = with_defaults(settings, loaded.context)
     assert settings.max_length is not None
+    begun = Begun.of(settings, data.digest, num_ranks())
+    done = 0 if checkpoint is None else step_of(checkpoint)
+    resumed = () if checkpoint is None else begun.check(folder, done)
     lengths = check_lengths(data, loaded.tokenizer, settings.max_length, loaded.context)
     planned = []
     if settings.plan or settings.memory is not None:
@@ -59,15 +64,18 @@ def train(settings: Settings, show: Show = lambda text, step, total: None) -> Tr
         requested = for_adapters(requested)
     trainer = make_trainer(settings, loaded, adapted, data, requested, folder, observer)
     with Interruption(waits_alone=True) as interruption:
-        progress = Progress(show, lambda: trainer.stepper, interruption)
+        progress = Progress(show, lambda: trainer.stepper, interruption, lambda: begun.write(folder))
         trainer.add_callback(progress)
         trainer.remove_callback(PrinterCallback)
         start = time.perf_counter()
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         seconds = time.perf_counter() - start
+    step, total = trainer.state.global_step, trainer.state.max_steps
     evaluation = None
     if data.evaluation is not None and progress.stopped_at is None:
-        evaluation = trainer.evaluate()["eval_loss"]
+        show("evaluating", step, total)
+        evaluation = _evaluation(trainer)
+    show("saving the model", step, total)
     _save(trainer, folder / "model")
     trainer.stepper.close()
     first, last = ends_of(observer.losses)
@@ -90,8 +98,34 @@ def train(settings: Settings, show: Show = lambda text, step, total: None) -> Tr
         evaluation=evaluation,
         seconds=seconds,
         stopped_at=progress.stopped_at,
-        notes=(*data.notes, *loaded.notes, *lengths.notes, *adapted.notes, *planned, trainer.log_probs_note),
+        notes=(
+            *resumed,
+            *_went_on(done, total),
+            *data.notes,
+            *loaded.notes,
+            *lengths.notes,
+            *adapted.notes,
+            *planned,
+            trainer.log_probs_note,
+        ),
     )
+
+
+def _went_on(done: int, total: int) -> tuple[str, ...]:
+    """Since a report is of the steps that this call took."""
+    if not done:
+        return ()
+    if done >= total:
+        return (f"All {done} steps had been taken before: nothing was trained.",)
+    return (f"It went on from step {done}; what is said of steps and losses is of those after it.",)
+
+
+def _evaluation(trainer: Any) -> float:
+    """The loss on what is held out, which --options may have asked for at the last step already."""
+    last: dict[str, Any] = next((log for log in reversed(trainer.state.log_history) if "eval_loss" in log), {})
+    if last.get("step") == trainer.state.global_step and not trainer.args.load_best_model_at_end:
+        return float(last["eval_loss"])
+    return float(trainer.evaluate()["eval_loss"])
 
 
 def _save(trainer: Any, folder: Path) -> None:

@@ -23,6 +23,26 @@ OPTIMIZERS = {
 """Names of --optimizer, and what transformers calls them. Of 8 bits it is bitsandbytes', which compiles nothing at its
 first step; of 4 bits torchao's."""
 
+_FLAGS = {
+    "output_dir": "output",
+    "max_steps": "steps",
+    "per_device_train_batch_size": "batch",
+    "gradient_accumulation_steps": "accumulate",
+    "learning_rate": "lr",
+    "max_grad_norm": "max-norm",
+    "max_length": "max-length",
+    "gradient_checkpointing": "checkpointing",
+    "activation_checkpointing": "checkpointing",
+    "save_steps": "save-every",
+    "resume_from_checkpoint": "resume",
+    "seed": "seed",
+    "use_cpu": "device",
+    "bf16": "policy",
+    "fp16": "policy",
+    "tf32": "policy",
+}
+"""Arguments of TRL that have a flag: said in two places they could differ, and the report would have the wrong one."""
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -92,7 +112,14 @@ class Settings:
         if self.quantize and not self.lora:
             raise HalfstepError("quantize=4bit without lora", "weights of 4 bits do not train", "Add --lora.")
         Policy.parse(self.policy)
-        parse_options(self.options)
+        options = parse_options(self.options)
+        for name in options:
+            if name in _FLAGS:
+                raise HalfstepError(f"option {name}", "it has a flag of its own", f"Use --{_FLAGS[name]}.")
+        if "num_train_epochs" in options and self.steps is not None:
+            raise HalfstepError(
+                f"option num_train_epochs beside steps={self.steps}", "both say how long to train", "Leave one out."
+            )
 
     @classmethod
     def of(cls, task: str, given: Mapping[str, Any], config: str | os.PathLike[str] | None = None) -> Settings:
@@ -112,6 +139,8 @@ def parse_options(text: str) -> dict[str, Any]:
             raise HalfstepError(
                 f"option {word!r}", "it is not NAME=VALUE", "Write --options 'warmup_steps=10 beta=0.2'."
             )
+        if name in options:
+            raise HalfstepError(f"option {name}", "it is given twice", "Leave one out.")
         try:
             options[name] = tomllib.loads(f"value = {value}")["value"]
         except tomllib.TOMLDecodeError:

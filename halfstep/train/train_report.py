@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -39,7 +40,7 @@ class TrainReport(Report):
     num_trained:  parameters that train, of num_parameters.
     loss_first, loss_last: true losses, each the mean of a tenth of the run; None where no step was applied.
     evaluation:   loss on what was held out, None where nothing was.
-    seconds:      of training alone. stopped_at: the step after which Ctrl-C ended it, None for a whole run.
+    seconds:      of training alone. stopped_at: the step after which Ctrl-C or SIGTERM ended it, None for a whole run.
     notes:        what the user should know besides.
     """
 
@@ -69,15 +70,17 @@ class TrainReport(Report):
 
     @property
     def found(self) -> bool:
-        """Whether the run is not the one that was asked for: stopped, or without a step that was applied."""
-        return self.stopped_at is not None or not self.precision.num_applied
+        """Whether the run is not the one that was asked for: stopped, lost, or with more steps skipped than applied."""
+        precision = self.precision
+        is_lost = self.evaluation is not None and not math.isfinite(self.evaluation)
+        return self.stopped_at is not None or is_lost or 2 * precision.num_applied < precision.num_steps
 
     def sheet(self) -> Sheet:
         precision = self.precision
         num_skipped = precision.num_steps - precision.num_applied
         applied = f"{precision.num_applied} of {precision.num_steps}"
         loss = f"loss {_number(self.loss_first)} to {_number(self.loss_last)}"
-        ended = "" if self.stopped_at is None else f", stopped by Ctrl-C after step {self.stopped_at}"
+        ended = "" if self.stopped_at is None else f", stopped after step {self.stopped_at}"
         asked = self.effective if self.effective == self.requested else f"{self.requested}, which is {self.effective}"
         rows: list[tuple[str | Cell, ...]] = [
             ("policy", f"{asked} ({self.reason})"),
@@ -93,7 +96,8 @@ class TrainReport(Report):
         rows += [(f"step {step} skipped", why) for step, why in precision.skipped.items()]
         share = f"{self.num_trained:,} of {self.num_parameters:,} parameters"
         facts = (
-            f"{self.model} on {self.data}, {share}, {count_text(precision.num_steps, 'step')} in {self.seconds:.0f} s "
+            f"{self.model} on {self.data}, {share}, {count_text(precision.num_steps, 'step')} in "
+            f"{self.seconds:.{0 if self.seconds >= 10 else 1}f} s "
             f"on {self.device}"
         )
         held_out = () if self.evaluation is None else (f"On what was held out the loss is {_number(self.evaluation)}.",)

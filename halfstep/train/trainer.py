@@ -26,15 +26,23 @@ class _WithoutCard:
         """TRL's README of a checkpoint, which tells how to load it from a hub, is left out."""
 
 
-class SFT(_WithoutCard, PrecisionMixin, ChunkedSFT, trl.SFTTrainer):
+class _Ends:
+    """A run that is resumed after its last step takes no other, as a Trainer would within an epoch."""
+
+    def _run_epoch(self: Any, *args: Any, **kwargs: Any) -> None:
+        if self.state.global_step < self.state.max_steps:
+            super()._run_epoch(*args, **kwargs)  # type: ignore[misc]
+
+
+class SFT(_WithoutCard, _Ends, PrecisionMixin, ChunkedSFT, trl.SFTTrainer):
     """Also for pretraining, on texts that are packed into whole contexts."""
 
 
-class DPO(_WithoutCard, PrecisionMixin, ChunkedDPO, trl.DPOTrainer):
+class DPO(_WithoutCard, _Ends, PrecisionMixin, ChunkedDPO, trl.DPOTrainer):
     pass
 
 
-class KTO(_WithoutCard, PrecisionMixin, ChunkedKTO, trl.KTOTrainer):
+class KTO(_WithoutCard, _Ends, PrecisionMixin, ChunkedKTO, trl.KTOTrainer):
     pass
 
 
@@ -48,6 +56,9 @@ _KINDS = {
 _WARM_UP = 0.1
 """Share of the steps in which the learning rate grows to its value; it falls to 0 in a cosine after it."""
 
+_LOGS = 0.05
+"""Share of the steps between two logs. Of either a share is what transformers takes where epochs say how many."""
+
 
 def make_trainer(
     settings: Settings, loaded: Loaded, adapted: Adapted, data: Data, policy: Policy, folder: Path, observer: Observer
@@ -55,35 +66,39 @@ def make_trainer(
     """The trainer of ``settings``, which are whole. ``adapted`` is what became of ``loaded.model``."""
     kind, _ = _KINDS[settings.task]
     reference = {} if adapted.reference is None else {"ref_model": adapted.reference}
-    trainer = kind(
-        adapted.model,
-        **reference,
-        args=arguments(settings, folder),
-        train_dataset=_columns(data.train, data),
-        eval_dataset=_columns(data.evaluation, data) if data.evaluation is not None else None,
-        processing_class=loaded.tokenizer,
-        policy=policy,
-        log=folder,
-        sinks=(observer,),
-    )
+    try:
+        trainer = kind(
+            adapted.model,
+            **reference,
+            args=arguments(settings, folder),
+            train_dataset=_columns(data.train, data),
+            eval_dataset=_columns(data.evaluation, data) if data.evaluation is not None else None,
+            processing_class=loaded.tokenizer,
+            policy=policy,
+            log=folder,
+            sinks=(observer,),
+        )
+    except (TypeError, ValueError, NotImplementedError) as error:
+        if isinstance(error, HalfstepError) or not settings.options:
+            raise
+        raise _refused(settings, error) from None
     drop_copy(adapted.model)
     return trainer
 
 
 def arguments(settings: Settings, folder: Path) -> Any:
     """TRL's arguments: those of the settings, and over them those of --options."""
-    assert settings.steps is not None
     assert settings.save_every is not None
     _, config = _KINDS[settings.task]
     given: dict[str, Any] = {
         "output_dir": os.fspath(folder),
-        "max_steps": settings.steps,
+        "max_steps": -1 if settings.steps is None else settings.steps,
         "per_device_train_batch_size": settings.batch,
         "per_device_eval_batch_size": settings.batch,
         "gradient_accumulation_steps": settings.accumulate,
         "learning_rate": settings.lr,
         "lr_scheduler_type": "cosine",
-        "warmup_steps": round(_WARM_UP * settings.steps),
+        "warmup_steps": _WARM_UP if settings.steps is None else round(_WARM_UP * settings.steps),
         "max_grad_norm": settings.max_norm,
         "max_length": settings.max_length,
         "optim": OPTIMIZERS[settings.optimizer],
@@ -92,7 +107,7 @@ def arguments(settings: Settings, folder: Path) -> Any:
         "use_cpu": settings.device == "cpu",
         "save_steps": settings.save_every,
         "save_total_limit": 2,
-        "logging_steps": max(1, settings.steps // 20),
+        "logging_steps": _LOGS if settings.steps is None else max(1, int(_LOGS * settings.steps)),
         "report_to": [],
         "ddp_find_unused_parameters": False,
         "disable_tqdm": True,
@@ -111,7 +126,12 @@ def arguments(settings: Settings, folder: Path) -> Any:
     try:
         return config(**given | options)
     except (TypeError, ValueError) as error:
-        raise HalfstepError(f"options {settings.options!r}", " ".join(str(error).split()), "Correct it.") from None
+        raise _refused(settings, error) from None
+
+
+def _refused(settings: Settings, error: Exception) -> HalfstepError:
+    """TRL and transformers have words of their own for arguments that do not go together."""
+    return HalfstepError(f"options {settings.options!r}", " ".join(str(error).split()).rstrip("."), "Correct them.")
 
 
 def _checkpointing_name(config: Any) -> str:

@@ -1,0 +1,121 @@
+"""A job that goes on: after its end, with other settings, under another policy; and what ends it."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from halfstep import HalfstepError
+from halfstep.train.quiet import quieten
+from halfstep.train.run import train
+from halfstep.train.settings import Settings
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::FutureWarning"),  # what transformers plans to rename
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+quieten()
+
+SMALL = {"device": "cpu", "batch": 4, "max_length": 64, "steps": 6, "lr": 3e-3, "save_every": 3}
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def sums(tmp_path_factory):
+    file = tmp_path_factory.mktemp("data") / "sums.jsonl"
+    rows = [{"prompt": f"{a} + {b} = ", "completion": str(a + b)} for a in range(10) for b in range(6)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(file)
+
+
+def weights(output):
+    return load_file(f"{output}/model/model.safetensors")
+
+
+def are_equal(left, right):
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def steps_of(output):
+    entries = map(json.loads, Path(output, "rank-00000.jsonl").read_text().splitlines())
+    return [entry["step"] for entry in entries if entry["kind"] == "step"]
+
+
+def test_a_job_that_had_ended_takes_no_step_and_gives_the_same(sums):
+    settings = {**SMALL, "data": sums, "output": "out", "policy": "fp16"}
+    first = train(Settings("sft", **settings))
+    before = weights("out")
+    again = train(Settings("sft", resume=True, **settings))
+    assert again.precision.num_steps == 0
+    assert not again.found
+    assert "All 6 steps had been taken before: nothing was trained." in again.notes
+    assert again.evaluation == first.evaluation
+    assert are_equal(weights("out"), before)
+    assert steps_of("out") == [1, 2, 3, 4, 5, 6]
+
+
+def test_more_steps_go_on_from_the_last(sums):
+    train(Settings("sft", data=sums, output="out", **SMALL))
+    report = train(Settings("sft", data=sums, output="out", resume=True, **{**SMALL, "steps": 8}))
+    assert report.precision.num_steps == 2
+    assert any("It went on from step 6" in note for note in report.notes)
+    assert any("It was begun for 6 steps" in note for note in report.notes)
+    assert steps_of("out") == list(range(1, 9))
+    assert json.loads(Path("out/job.json").read_text())["steps"] == 8
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lr": 1.0}, "it was begun with lr 0.003"),
+        ({"seed": 1}, "it was begun with seed 0"),
+        ({"data": "builtin"}, "it was begun with other data"),
+        ({"steps": 5}, "steps=5: the last checkpoint in out is of step 6"),
+    ],
+)
+def test_another_job_is_not_taken_for_this_one(changes, message, sums):
+    settings = {**SMALL, "data": sums, "output": "out"}
+    train(Settings("sft", **settings))
+    before = {path: path.stat().st_mtime_ns for path in Path("out").rglob("*")}
+    with pytest.raises(HalfstepError, match=message):
+        train(Settings("sft", resume=True, **settings | changes))
+    assert {path: path.stat().st_mtime_ns for path in Path("out").rglob("*")} == before
+
+
+def test_sigterm_ends_a_run_as_ctrl_c_does(sums, capfd):
+    asked = []
+
+    def show(text, step, total):
+        if step == 2 and not asked:
+            asked.append(step)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    report = train(Settings("sft", data=sums, output="out", **SMALL), show)
+    assert report.stopped_at == 2
+    assert Path("out/checkpoint-2").is_dir()
+    assert "stopping after this step; once more stops at once" in capfd.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_what_is_shown_names_the_step_that_it_is_of(sums):
+    shown = []
+    train(
+        Settings("sft", data=sums, options="eval_strategy=steps eval_steps=3 logging_steps=1", **SMALL),
+        lambda *words: shown.append(words),
+    )
+    last = {step: text for text, step, _ in shown if text.startswith("loss") and "held out" not in text}
+    logs = json.loads(Path("runs/sft-tiny/checkpoint-6/trainer_state.json").read_text())["log_history"]
+    losses = {
+        log["step"]: f"loss {log['loss']:.4g}, gradient norm {log['grad_norm']:.3g}" for log in logs if "loss" in log
+    }
+    assert last == losses
+    assert len(losses) == 6
+    assert sum("held out" in text for text, step, _ in shown if step == 6) == 1  # not evaluated twice
