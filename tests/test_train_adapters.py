@@ -15,7 +15,7 @@ from halfstep.policy import Policy
 from halfstep.states import slices_at, steps_by_parameter
 from halfstep.train.adapters import adapt, check_packages
 from halfstep.train.dataset import read
-from halfstep.train.pretrained import load
+from halfstep.train.pretrained import find
 from halfstep.train.quiet import quieten
 from halfstep.train.run import train
 from halfstep.train.settings import Settings
@@ -194,7 +194,7 @@ def sums(tmp_path, monkeypatch):
 
 
 def tiny_model(file):
-    return load("tiny", read("sft", file)).model
+    return find("tiny", read("sft", file)).load()
 
 
 SMALL = {"device": "cpu", "batch": 4, "max_length": 64}

@@ -11,7 +11,7 @@ import trl
 
 from halfstep.train.dataset import read
 from halfstep.train.lengths import check_lengths
-from halfstep.train.pretrained import load
+from halfstep.train.pretrained import find
 
 # TRL knows by its old name what transformers has renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing` is deprecated:FutureWarning")
@@ -47,9 +47,9 @@ def make_trainer(data, loaded, folder, **settings):
     }
     if data.task == "pretrain":
         given |= {"packing": True, "packing_strategy": "wrapped"}
-    reference = {"ref_model": copy.deepcopy(loaded.model)} if data.task in ("dpo", "kto") else {}
+    reference = {"ref_model": copy.deepcopy(loaded.load())} if data.task in ("dpo", "kto") else {}
     return kind(
-        loaded.model,
+        loaded.load(),
         args=config(**given | settings),
         train_dataset=data.train,
         eval_dataset=data.evaluation,
@@ -66,7 +66,7 @@ def builtin(task):
 def losses(task, folder, **settings):
     """Of a few steps of TRL's trainer on builtin data: on what was held out before and after, and of every step."""
     data = builtin(task)
-    trainer = make_trainer(data, load("tiny", data), folder, **settings)
+    trainer = make_trainer(data, find("tiny", data), folder, **settings)
     before = trainer.evaluate()["eval_loss"]
     trainer.train()
     after = trainer.evaluate()["eval_loss"]
@@ -100,7 +100,7 @@ def write(path, *records):
 
 def prepared(tmp_path, task, *records):
     data = read(task, write(tmp_path / "data.jsonl", *records), held_out=0)
-    loaded = load("tiny", data)
+    loaded = find("tiny", data)
     return data, loaded, make_trainer(data, loaded, tmp_path / "out").train_dataset
 
 
@@ -115,7 +115,7 @@ def test_an_answer_and_its_end_are_learned_and_the_prompt_is_not(tmp_path):
 def test_the_end_of_a_prompt_of_builtin_data_is_the_end_of_a_token(task, tmp_path):
     """Else TRL would leave the last token of the prompt out."""
     data = builtin(task)
-    words = load("tiny", data).tokenizer
+    words = find("tiny", data).tokenizer
     answers = [column for column in data.columns if column not in ("prompt", "label")]
     for row in data.train:
         prompt = words(row["prompt"])["input_ids"]
@@ -169,7 +169,7 @@ def test_examples_keep_their_line_through_trl(tmp_path):
 def test_text_is_packed_into_whole_contexts(tmp_path):
     records = [{"text": f"the {number}. sentence of a long story"} for number in range(100)]
     data = read("pretrain", write(tmp_path / "data.jsonl", *records), held_out=0)
-    loaded = load("tiny", data)
+    loaded = find("tiny", data)
     made = make_trainer(data, loaded, tmp_path / "out", max_length=64, shuffle_dataset=False).train_dataset
     tokens = [token for row in made for token in row["input_ids"]]
     assert tokens == [token for record in records for token in loaded.tokenizer(record["text"] + "</s>")["input_ids"]]

@@ -21,7 +21,7 @@ from halfstep.errors import HalfstepError
 from halfstep.train import tiny
 from halfstep.train.dataset import read
 from halfstep.train.lengths import check_lengths
-from halfstep.train.pretrained import load
+from halfstep.train.pretrained import find
 
 USER, ANSWER = {"role": "user", "content": "hi there"}, {"role": "assistant", "content": "hello you"}
 
@@ -42,13 +42,13 @@ def talk(tmp_path):
 
 
 def test_tiny_is_small_fp32_and_of_sizes_that_tensor_cores_like(text):
-    loaded = load("tiny", text)
-    config = loaded.model.config
+    loaded = find("tiny", text)
+    config = loaded.load().config
     assert loaded.num_parameters < 1_000_000
     assert str(loaded) == "tiny: LlamaForCausalLM, 918,656 parameters"
     assert loaded.context == config.max_position_embeddings == 4096
-    assert all(parameter.dtype == torch.float32 for parameter in loaded.model.parameters())
-    assert all(size % 8 == 0 for parameter in loaded.model.parameters() for size in parameter.shape)
+    assert all(parameter.dtype == torch.float32 for parameter in loaded.load().parameters())
+    assert all(size % 8 == 0 for parameter in loaded.load().parameters() for size in parameter.shape)
     words = loaded.tokenizer
     assert len(words) <= config.vocab_size
     ids = (config.pad_token_id, config.bos_token_id, config.eos_token_id)
@@ -56,7 +56,7 @@ def test_tiny_is_small_fp32_and_of_sizes_that_tensor_cores_like(text):
 
 
 def test_tiny_writes_any_text(text):
-    words = load("tiny", text).tokenizer
+    words = find("tiny", text).tokenizer
     for string in ("the number 7", " \tdef f():\r\n    é 你好 😀\x00", "<s> in words"):
         ids = words(string, add_special_tokens=False)["input_ids"]
         assert words.decode(ids, clean_up_tokenization_spaces=False) == string
@@ -66,7 +66,7 @@ def test_tiny_writes_any_text(text):
 
 
 def test_a_conversation_in_tokens(talk):
-    words = load("tiny", talk).tokenizer
+    words = find("tiny", talk).tokenizer
     whole = words.apply_chat_template([USER, ANSWER], tokenize=False)
     assert whole == "<s><|user|>\nhi there</s><|assistant|>\nhello you</s>"
     asked = words.apply_chat_template([USER], tokenize=False, add_generation_prompt=True)
@@ -78,23 +78,23 @@ def test_a_conversation_in_tokens(talk):
 
 
 def test_tiny_is_the_same_in_another_process_and_differs_by_seed(text):
-    first, again, other = (load("tiny", text, seed) for seed in (0, 0, 1))
-    for name, weight in first.model.state_dict().items():
-        assert torch.equal(weight, again.model.state_dict()[name])
-    assert not torch.equal(first.model.lm_head.weight, other.model.lm_head.weight)
+    first, again, other = (find("tiny", text, seed) for seed in (0, 0, 1))
+    for name, weight in first.load().state_dict().items():
+        assert torch.equal(weight, again.load().state_dict()[name])
+    assert not torch.equal(first.load().lm_head.weight, other.load().lm_head.weight)
     program = (
         "from halfstep.train import tiny, dataset;"
         f"d = dataset.read('pretrain', {text.source!r}, held_out=0); w = tiny.tokenizer(d.texts());"
         "print(w.backend_tokenizer.to_str(), tiny.model(w).lm_head.weight.double().sum().item())"
     )
     out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.strip()
-    total = first.model.lm_head.weight.double().sum().item()
+    total = first.load().lm_head.weight.double().sum().item()
     assert out == f"{first.tokenizer.backend_tokenizer.to_str()} {total}"
 
 
 def test_making_tiny_leaves_torchs_random_state_alone(text):
     state = torch.get_rng_state()
-    load("tiny", text, 3)
+    find("tiny", text, 3)
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -106,25 +106,25 @@ def test_only_the_first_texts_train_the_tokenizer():
 @pytest.fixture
 def folder(tmp_path, text):
     """tiny as transformers writes it, in bf16."""
-    loaded = load("tiny", text)
-    loaded.model.to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    loaded = find("tiny", text)
+    loaded.load().to(torch.bfloat16).save_pretrained(tmp_path / "model")
     loaded.tokenizer.save_pretrained(tmp_path / "model")
     return tmp_path / "model"
 
 
 def message(name, data):
     with pytest.raises(HalfstepError) as caught:
-        load(str(name), data)
+        find(str(name), data).load()
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
 
 def test_a_folder_is_loaded_in_fp32_whatever_it_was_saved_in(folder, text):
-    loaded = load(str(folder), text)
-    assert all(parameter.dtype == torch.float32 for parameter in loaded.model.parameters())
-    original = load("tiny", text)
-    for name, weight in original.model.state_dict().items():
-        assert torch.equal(weight.bfloat16().float(), loaded.model.state_dict()[name])
+    loaded = find(str(folder), text)
+    assert all(parameter.dtype == torch.float32 for parameter in loaded.load().parameters())
+    original = find("tiny", text)
+    for name, weight in original.load().state_dict().items():
+        assert torch.equal(weight.bfloat16().float(), loaded.load().state_dict()[name])
     line = "the number 7</s>"
     assert loaded.tokenizer(line)["input_ids"] == original.tokenizer(line)["input_ids"]
     assert loaded.tokenizer.chat_template == original.tokenizer.chat_template
@@ -136,7 +136,7 @@ def test_a_tokenizer_without_a_pad_token_pads_with_eos(folder, text):
     words = AutoTokenizer.from_pretrained(folder)
     words.pad_token = None
     words.save_pretrained(folder)
-    loaded = load(str(folder), text)
+    loaded = find(str(folder), text)
     assert loaded.tokenizer.pad_token == "</s>"
     assert loaded.notes == ("The tokenizer has no pad token: its eos token '</s>' pads, which changes no loss.",)
     words.eos_token = None
@@ -158,7 +158,7 @@ def test_a_folder_that_cannot_be_trained_says_why_in_one_line(folder, text, talk
     shutil.copytree(folder, bare)
     (bare / "chat_template.jinja").unlink()
     words.save_pretrained(bare)
-    load(str(bare), text)
+    find(str(bare), text)
     assert "its tokenizer has no chat template, and" in message(bare, talk)
 
     small = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 32, "vocab_size": 200}
@@ -197,7 +197,7 @@ def test_lengths_are_those_of_trl(tmp_path):
         {"prompt": "one two\n", "chosen": "three", "rejected": "three three three"},
         {"prompt": "one\n", "chosen": "two", "rejected": "x"},
     )
-    words = load("tiny", data).tokenizer
+    words = find("tiny", data).tokenizer
     whole = [words(text + "</s>")["input_ids"] for text in ("one two\nthree three three", "one\ntwo")]
     lengths = check_lengths(data, words, 100)
     assert (lengths.longest, lengths.num_tokens) == (len(whole[0]), sum(map(len, whole)))
@@ -211,7 +211,7 @@ def test_lengths_are_those_of_trl(tmp_path):
 
 
 def test_lengths_of_conversations(talk, tmp_path):
-    words = load("tiny", talk).tokenizer
+    words = find("tiny", talk).tokenizer
     whole = words.apply_chat_template([USER, ANSWER])["input_ids"]
     assert check_lengths(talk, words, 100).longest == len(whole)
     pair = make(tmp_path, "sft", {"prompt": [USER], "completion": [ANSWER]})
@@ -225,7 +225,7 @@ def test_lengths_of_conversations(talk, tmp_path):
 def test_a_prompt_that_fills_the_context_is_named(tmp_path):
     short, long = {"prompt": "a\n", "completion": "b"}, {"prompt": "0123456789" * 5, "completion": "b"}
     data = make(tmp_path, "sft", short, long, short, long)
-    words = load("tiny", make(tmp_path, "pretrain", {"text": "unlike"})).tokenizer
+    words = find("tiny", make(tmp_path, "pretrain", {"text": "unlike"})).tokenizer
     with pytest.raises(HalfstepError) as caught:
         check_lengths(data, words, 20)
     assert str(caught.value) == (
@@ -237,13 +237,13 @@ def test_a_prompt_that_fills_the_context_is_named(tmp_path):
 
 
 def test_a_text_to_pretrain_on_is_never_cut(text):
-    lengths = check_lengths(text, load("tiny", text).tokenizer, 2)
+    lengths = check_lengths(text, find("tiny", text).tokenizer, 2)
     assert lengths.num_cut == 0
     assert lengths.longest > 2
 
 
 def test_a_length_beyond_the_context_is_refused(text):
-    loaded = load("tiny", text)
+    loaded = find("tiny", text)
     check_lengths(text, loaded.tokenizer, 4096, loaded.context)
     with pytest.raises(HalfstepError, match=r"--max-length 4097: the model takes 4096 tokens\. Use 4096 or less\."):
         check_lengths(text, loaded.tokenizer, 4097, loaded.context)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib.util
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,8 +17,9 @@ from torch import nn
 from halfstep.errors import HalfstepError, and_more
 from halfstep.formats import FORMATS, SIXTEEN_BIT
 from halfstep.plan.lora import is_conv1d
-from halfstep.plan.quantized import WEIGHT_BLOCK, hold_base_in_16_bit
+from halfstep.plan.quantized import hold_base_in_16_bit
 from halfstep.policy import Policy
+from halfstep.train.four_bit import hold_in_4_bit
 from halfstep.train.settings import Settings
 
 _PREFIX = "base_model.model."
@@ -55,13 +57,13 @@ def check_packages(settings: Settings) -> None:
 def adapt(model: Any, settings: Settings, policy: Policy, device: str = "cpu") -> Adapted:
     """``model`` with adapters in fp32 where the settings ask for them; all of it trains otherwise.
 
-    device: where weights are quantised, and stay.
+    device: where weights are quantised, and stay. What ``held.py`` has narrowed already stays as it is.
     """
     if not settings.lora:
         return Adapted(model, _reference(model, policy) if settings.task in ("dpo", "kto") else None)
     notes = []
     if settings.quantize:
-        num = _hold_in_4_bit(model, policy, device)
+        num = hold_in_4_bit(model, policy, device)
         notes.append(f"The weights of {num} layers are held in 4 bits (NF4), 0.5625 bytes each.")
     adapted = _with_adapters(model, settings)
     if policy.compute in SIXTEEN_BIT:
@@ -92,10 +94,22 @@ def num_parameters(model: nn.Module) -> int:
 
 
 def _reference(model: Any, policy: Policy) -> Any:
-    reference = copy.deepcopy(model).requires_grad_(False).eval()
+    """A copy of ``model``, each weight at once in the format in which it is held."""
+    parameters = list(model.parameters())
+    empty = [nn.Parameter(p.detach().to("meta"), requires_grad=False) for p in parameters]
+    shape = _copy_with(model, parameters, empty)
     if policy.compute in SIXTEEN_BIT:
-        hold_base_in_16_bit(reference, policy)  # as the policy would cast them anyway
-    return reference
+        hold_base_in_16_bit(shape, policy)  # as the policy would cast them anyway
+    held = [p.detach().to(e.dtype, copy=True) for p, e in zip(parameters, empty, strict=True)]
+    reference = _copy_with(model, parameters, [nn.Parameter(h, requires_grad=False) for h in held])
+    if policy.compute in SIXTEEN_BIT:
+        hold_base_in_16_bit(reference, policy)
+    return reference.eval()
+
+
+def _copy_with(model: Any, parameters: Sequence[nn.Parameter], others: Sequence[nn.Parameter]) -> Any:
+    """A copy of ``model`` that has ``others`` in the place of its ``parameters``."""
+    return copy.deepcopy(model, {id(p): other for p, other in zip(parameters, others, strict=True)})
 
 
 # --- adapters ------------------------------------------------------------------------------------------------------
@@ -118,7 +132,7 @@ def _with_adapters(model: Any, settings: Settings) -> Any:
     # By this mark PEFT chooses layers for 4 bits; where it stays, TRL would round the adapters to bf16.
     model.is_loaded_in_4bit = bool(settings.quantize)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _seen_in_fp32(model):
             # Of a model with layers of both kinds; it corrects that itself.
             warnings.filterwarnings("ignore", message="fan_in_fan_out")
             adapted = peft.get_peft_model(model, config)
@@ -138,6 +152,20 @@ def _with_adapters(model: Any, settings: Settings) -> Any:
     return adapted
 
 
+@contextlib.contextmanager
+def _seen_in_fp32(model: nn.Module) -> Iterator[None]:
+    """Show fp32 in the place of 16-bit weights: PEFT rounds a fresh adapter to the format of the weight beside it."""
+    low = {FORMATS[name].dtype for name in SIXTEEN_BIT}
+    held = [(parameter, parameter.data) for parameter in model.parameters() if parameter.dtype in low]
+    for parameter, data in held:
+        parameter.data = torch.zeros((), device=data.device).expand(data.shape)  # without memory
+    try:
+        yield
+    finally:
+        for parameter, data in held:
+            parameter.data = data
+
+
 def _adapted_layers(model: Any) -> Iterator[tuple[str, Any]]:
     """By the name that they have in the base model."""
     from peft.tuners.lora import LoraLayer
@@ -151,63 +179,3 @@ def _targets(model: nn.Module) -> str:
     linear = (name for name, module in model.named_modules() if isinstance(module, nn.Linear) or is_conv1d(module))
     names = dict.fromkeys(name.rpartition(".")[2] for name in linear)
     return f"Use all-linear, or some of {', '.join(names)}." if names else "Train without --lora."
-
-
-# --- 4 bits --------------------------------------------------------------------------------------------------------
-
-
-def _hold_in_4_bit(model: Any, policy: Policy, device: str) -> int:
-    """Put a layer of bitsandbytes in the place of each linear layer but the output, in place; how many there are.
-
-    Each computes in the format that ``policy`` has for it.
-    """
-    from bitsandbytes.nn import Linear4bit
-
-    output = model.get_output_embeddings()
-    shared = {id(module.weight) for module in (output, model.get_input_embeddings()) if module is not None}
-    num = 0
-    for path, parent in list(model.named_modules()):
-        for name, layer in list(parent.named_children()):
-            full = f"{path}.{name}" if path else name
-            if isinstance(layer, Linear4bit):
-                num += 1
-            elif (type(layer) is nn.Linear or is_conv1d(layer)) and id(layer.weight) not in shared:
-                setattr(parent, name, _packed(layer, full, policy, device))
-                num += 1
-    if not num:
-        raise HalfstepError(
-            f"quantize=4bit of {type(model).__name__}",
-            "it has no linear layer besides its output",
-            "Leave --quantize out.",
-        )
-    return num
-
-
-def _packed(layer: Any, path: str, policy: Policy, device: str) -> Any:
-    import bitsandbytes
-    from bitsandbytes.nn import Linear4bit, Params4bit
-
-    weight = layer.weight.data.t().contiguous() if is_conv1d(layer) else layer.weight.data
-    num_out, num_in = weight.shape
-    format = policy.format_of(path)
-    compute = FORMATS[format].dtype if format in SIXTEEN_BIT else torch.float32
-    packed = Linear4bit(num_in, num_out, layer.bias is not None, compute, quant_type="nf4", device="meta")
-    packed.weight = Params4bit(
-        weight, requires_grad=False, compress_statistics=False, blocksize=WEIGHT_BLOCK, quant_type="nf4", module=packed
-    )
-    if layer.bias is not None:
-        packed.bias = nn.Parameter(layer.bias.data, requires_grad=False)
-    try:
-        packed.to(device)
-    except (RuntimeError, NotImplementedError, AttributeError) as error:
-        raise HalfstepError(
-            f"quantize=4bit on {device}",
-            f"bitsandbytes {bitsandbytes.__version__} has no kernels for it here ({' '.join(str(error).split())})",
-            "Install a bitsandbytes for this machine, or leave --quantize out.",
-        ) from None
-    packed.weight.quant_state.dtype = compute  # what it unpacks to: else fp32, which a product would round at once
-    # Else the first forward pass in eval mode would repack the weights for inference alone, for good.
-    packed.support_avx512bf16_for_cpu = False
-    # It hands on the format that it gets, which is fp32 after a norm; a 16-bit one is what autocast would hand on.
-    packed.register_forward_pre_hook(lambda module, args: (args[0].to(compute), *args[1:]))
-    return packed.train(layer.training)

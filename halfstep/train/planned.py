@@ -54,7 +54,7 @@ class Planned:
 def plan_job(settings: Settings, model: Any, policy: Policy, device: str, length: int) -> Planned:
     """The memory of a step of ``settings``, which are whole. HalfstepError where it does not fit, with what would.
 
-    model:  as it was loaded; its class and configuration are planned, and its weights not looked at.
+    model:  its class and configuration are planned; it needs no weights.
     length: tokens of the longest sample. policy: the effective one.
 
     Each step runs on tensors without memory in a process of its own.

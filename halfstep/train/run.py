@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -20,10 +21,11 @@ from halfstep.train.begun import Begun
 from halfstep.train.dataset import read
 from halfstep.train.defaults import with_defaults
 from halfstep.train.folder import folder_of, last_checkpoint, step_of
+from halfstep.train.held import Held
 from halfstep.train.lengths import check_lengths
 from halfstep.train.observer import Observer, ends_of
 from halfstep.train.planned import plan_job
-from halfstep.train.pretrained import load
+from halfstep.train.pretrained import find
 from halfstep.train.progress import Progress, Show
 from halfstep.train.settings import Settings
 from halfstep.train.train_report import TrainReport
@@ -38,31 +40,33 @@ def train(settings: Settings, show: Show = lambda text, step, total: None) -> Tr
     """
     device = settings.device or ("cuda" if torch.cuda.is_available() else "cpu")
     settings = replace(settings, device=device)
+    place = place_of(device)
     requested = Policy.parse(settings.policy)
-    policy = resolve(requested, detect(device))[0]
+    policy = resolve(requested, detect(place))[0]
     check_packages(settings)
     folder = folder_of(settings)
     checkpoint = last_checkpoint(folder) if settings.resume else None
     show("reading data", 0, settings.steps)
     data = read(settings.task, settings.data, seed=settings.seed)
-    loaded = load(settings.model, data, settings.seed)
-    check_module_rules(requested.modules, (name for name, _ in loaded.model.named_modules()))
-    settings = with_defaults(settings, loaded.context)
+    pretrained = find(settings.model, data, settings.seed)
+    check_module_rules(requested.modules, (name for name, _ in pretrained.skeleton.named_modules()))
+    settings = with_defaults(settings, pretrained.context)
     assert settings.max_length is not None
     begun = Begun.of(settings, data.digest, num_ranks())
     done = 0 if checkpoint is None else step_of(checkpoint)
     resumed = () if checkpoint is None else begun.check(folder, done)
-    lengths = check_lengths(data, loaded.tokenizer, settings.max_length, loaded.context)
+    lengths = check_lengths(data, pretrained.tokenizer, settings.max_length, pretrained.context)
     planned = []
     if settings.plan or settings.memory is not None:
         show("planning memory", 0, settings.steps)
         longest = settings.max_length if data.task == "pretrain" else min(settings.max_length, lengths.longest)
-        planned.append(str(plan_job(settings, loaded.model, policy, device, longest)))
-    adapted = adapt(loaded.model, settings, policy, device)
+        planned.append(str(plan_job(settings, pretrained.skeleton, policy, place, longest)))
+    show("loading weights", 0, settings.steps)
+    adapted = adapt(pretrained.load(Held.by(settings, policy, place)), settings, policy, place)
     observer = Observer()
     if settings.lora:
         requested = for_adapters(requested)
-    trainer = make_trainer(settings, loaded, adapted, data, requested, folder, observer)
+    trainer = make_trainer(settings, pretrained, adapted, data, requested, folder, observer)
     with Interruption(waits_alone=True) as interruption:
         progress = Progress(show, lambda: trainer.stepper, interruption, lambda: begun.write(folder))
         trainer.add_callback(progress)
@@ -102,13 +106,20 @@ def train(settings: Settings, show: Show = lambda text, step, total: None) -> Tr
             *resumed,
             *_went_on(done, total),
             *data.notes,
-            *loaded.notes,
+            *pretrained.notes,
             *lengths.notes,
             *adapted.notes,
             *planned,
             trainer.log_probs_note,
         ),
     )
+
+
+def place_of(device: str) -> str:
+    """The device of this rank, as Accelerate chooses it: under torchrun ``cuda`` is not the same card for all."""
+    rank = os.environ.get("LOCAL_RANK", "")
+    num = torch.cuda.device_count() if device == "cuda" and rank.isdecimal() else 0
+    return f"cuda:{int(rank) % num}" if num else device
 
 
 def _went_on(done: int, total: int) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from halfstep.train.adapters import Adapted, drop_copy
 from halfstep.train.dataset import Data
 from halfstep.train.losses import ChunkedDPO, ChunkedKTO, ChunkedSFT
 from halfstep.train.observer import Observer
-from halfstep.train.pretrained import Loaded
+from halfstep.train.pretrained import Pretrained
 from halfstep.train.settings import OPTIMIZERS, Settings, parse_options
 
 
@@ -61,9 +61,15 @@ _LOGS = 0.05
 
 
 def make_trainer(
-    settings: Settings, loaded: Loaded, adapted: Adapted, data: Data, policy: Policy, folder: Path, observer: Observer
+    settings: Settings,
+    pretrained: Pretrained,
+    adapted: Adapted,
+    data: Data,
+    policy: Policy,
+    folder: Path,
+    observer: Observer,
 ) -> Any:
-    """The trainer of ``settings``, which are whole. ``adapted`` is what became of ``loaded.model``."""
+    """The trainer of ``settings``, which are whole. ``adapted`` is what became of ``pretrained``."""
     kind, _ = _KINDS[settings.task]
     reference = {} if adapted.reference is None else {"ref_model": adapted.reference}
     try:
@@ -73,7 +79,7 @@ def make_trainer(
             args=arguments(settings, folder),
             train_dataset=_columns(data.train, data),
             eval_dataset=_columns(data.evaluation, data) if data.evaluation is not None else None,
-            processing_class=loaded.tokenizer,
+            processing_class=pretrained.tokenizer,
             policy=policy,
             log=folder,
             sinks=(observer,),
