@@ -44,7 +44,7 @@ def _close_all() -> None:
     error = getattr(sys, "last_value", None)
     for watcher in list(_open):
         is_news = error is not None and error is not watcher.error_before
-        watcher.close(_text(error) if error is not None and is_news else None)
+        watcher.close(error if is_news else None)
 
 
 class _Waiting(NamedTuple):
@@ -165,11 +165,11 @@ class Watcher:
         self._untold.append(alert)
         self._tell()
 
-    def close(self, reason: str | None = None) -> None:
-        """End the session, with the ``reason`` of one that failed."""
+    def close(self, error: BaseException | None = None) -> None:
+        """End the session, with the ``error`` that one failed with."""
         if self._pid == os.getpid():
             self.flush()
-            self.session.close(reason or self._failure)
+            self.session.close(self._failure if error is None else _text(error))
 
     def fail(self, reason: str) -> None:
         """End the session now, with what has arrived: nobody waits for a device that may wait for a rank."""

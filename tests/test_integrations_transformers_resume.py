@@ -136,10 +136,30 @@ def test_a_checkpoint_of_a_plain_trainer_goes_on_with_its_loss_scale(tmp_path):
     assert state == {"kind": "dynamic", "value": 1024.0, "num_clean": 5 + num_more, "num_overflows": 0.0}
 
 
-def test_a_checkpoint_of_another_kind_of_scale(tmp_path):
+def test_a_checkpoint_of_another_policy(tmp_path):
     trained(begun(tmp_path, "fp16", max_steps=2))
-    with pytest.raises(HalfstepError, match="scale"):
-        begun(tmp_path, "bf16").train(resume_from_checkpoint=True)
+    trainer = begun(tmp_path, "bf16", max_steps=4)
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.stepper.num_steps == 4
+    assert trainer.stepper.scale.state_dict() == {"kind": "none", "value": 1.0}
+    back = begun(tmp_path, "fp16", max_steps=6)
+    with pytest.warns(UserWarning, match="has a loss scale of kind none, and the policy one of kind dynamic"):
+        back.train(resume_from_checkpoint=True)
+    assert back.stepper.num_steps == 6
+    assert back.stepper.scale.state_dict()["num_clean"] == 2
+
+
+@pytest.mark.parametrize("before", ["bf16 master=split16", "bf16 master=stochastic", "bf16"])
+@pytest.mark.parametrize("policy", ["fp32", "bf16 master=split16", "bf16 master=copy"])
+def test_exact_weights_go_on_in_another_layout(before, policy, tmp_path):
+    first = begun(tmp_path, before, max_steps=2)
+    trained(first)
+    exact = first.stepper.fp32_state_dict()
+    then = begun(tmp_path, policy, max_steps=2)
+    then._run_epoch = lambda **kwargs: None  # nothing but loaded
+    then.train(resume_from_checkpoint=True)
+    loaded = then.stepper.fp32_state_dict()
+    assert all(torch.equal(loaded[name], exact[name]) for name in exact)
 
 
 # A disk that is full.
@@ -167,7 +187,7 @@ def test_a_full_disk_leaves_no_half_of_a_checkpoint(tmp_path, limit):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         with pytest.raises(
-            HalfstepError, match=r"checkpoint .*checkpoint-4: it cannot be written \(.*resume_from"
+            HalfstepError, match=r"folder .*checkpoint-4: it cannot be written \(.*a resume goes on"
         ) as e:
             trainer.train()
     finally:

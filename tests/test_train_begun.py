@@ -29,7 +29,6 @@ def folder(tmp_path):
     "changes",
     [
         {},
-        {"policy": "fp16"},
         {"max_norm": 0.5},
         {"checkpointing": True},
         {"device": "cuda"},
@@ -70,6 +69,10 @@ def test_what_would_make_it_another_job_is_one_line(folder, changes, said):
     with pytest.raises(HalfstepError, match=re.escape(f"it was begun with {said}. Use the same")) as error:
         begun(**changes).check(folder, 7)
     assert "\n" not in str(error.value)
+
+
+def test_another_policy_is_a_note(folder):
+    assert begun(policy="fp16").check(folder, 7) == ("Its policy was auto before, and fp16 from step 7 on.",)
 
 
 def test_more_steps_are_a_note_and_fewer_than_taken_are_refused(folder):

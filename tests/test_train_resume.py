@@ -72,6 +72,49 @@ def test_more_steps_go_on_from_the_last(sums):
     assert json.loads(Path("out/job.json").read_text())["steps"] == 8
 
 
+POLICIES = ["fp16", "fp32", "bf16 master=split16", "fp16 scale=static", "bf16 master=stochastic", "fp16"]
+
+
+@pytest.mark.filterwarnings("ignore:.*loss scale of kind.*so that it starts afresh")
+def test_the_policy_may_change_at_a_checkpoint(sums):
+    settings = {**SMALL, "data": sums, "output": "out"}
+    before, last = None, 0.0
+    for number, policy in enumerate(POLICIES, 1):
+        report = train(Settings("sft", resume=number > 1, **settings | {"policy": policy, "steps": 2 * number}))
+        assert report.effective == policy
+        assert report.precision.num_applied == 2
+        if before is not None:
+            assert any(note.startswith(f"Its policy was {before} before, and {policy} from") for note in report.notes)
+            assert report.loss_first < 1.1 * last  # it goes on falling; new weights have a loss of 6.9
+        before, last = policy, report.loss_last
+    assert steps_of("out") == list(range(1, 13))
+
+
+def end_of(output):
+    return json.loads(Path(output, "rank-00000.jsonl").read_text().splitlines()[-1])
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="limits of files are POSIX")
+def test_a_full_disk_is_one_line_and_the_log_says_how_it_ended(sums):
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**21, before[1]))  # the weights take 3.5 MiB
+    try:
+        with pytest.raises(HalfstepError, match="folder out/checkpoint-3: it cannot be written") as error:
+            train(Settings("sft", data=sums, output="out", **SMALL))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert "\n" not in str(error.value)
+    assert sorted(path.name for path in Path("out").iterdir()) == ["job.json", "rank-00000.jsonl"]
+    end = end_of("out")
+    assert end["kind"] == "end"
+    assert end["state"] == "failed"
+    assert end["reason"] == f"HalfstepError: {error.value}"
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -55,10 +55,9 @@ class Staging:
             if self._is_published or not _is_of_disk(error):
                 raise
             raise HalfstepError(
-                f"checkpoint {self.final}",
+                f"folder {self.final}",
                 f"it cannot be written ({_reason(error)}), and nothing of it is left",
-                "Make room, or keep fewer with save_total_limit; the checkpoints before it are whole, so that "
-                "train(resume_from_checkpoint=True) goes on from the last one.",
+                "Make room; checkpoints before it are whole, and a resume goes on from the last one.",
             ) from error
 
 

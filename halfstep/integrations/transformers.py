@@ -147,8 +147,13 @@ class PrecisionMixin(_Base):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         self._halfstep.intervals.start()
-        output = super().train(*args, **kwargs)
-        self.stepper.close()  # one that failed says so in its log when the process ends
+        try:
+            output = super().train(*args, **kwargs)
+        except BaseException as error:
+            if self.accelerator.has_stepper:
+                self.stepper.close(error)  # whoever catches it, the log has to know
+            raise
+        self.stepper.close()
         return output
 
     # A micro-batch.
@@ -332,9 +337,23 @@ class PrecisionMixin(_Base):
                 what = "the loss scale starts afresh"
             warnings.warn(f"{checkpoint} holds no {file.name}, so that {what}.", stacklevel=2)
             return
-        if self.stepper.masters and not (self.is_fsdp_enabled or self.is_deepspeed_enabled):
+        holds_exact = not (self.is_fsdp_enabled or self.is_deepspeed_enabled)
+        if self.stepper.masters and holds_exact:
             self._load_from_checkpoint(checkpoint)  # again, now that there are rests to take what 16 bit cannot hold
-        self.stepper.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
+        state = torch.load(file, map_location="cpu", weights_only=True)
+        scale = self.stepper.scale
+        if (kind := state["scale"]["kind"]) != scale.kind:  # of another policy
+            if scale.kind != "none":
+                warnings.warn(
+                    f"{file} has a loss scale of kind {kind}, and the policy one of kind {scale.kind}, so that it "
+                    "starts afresh.",
+                    stacklevel=2,
+                )
+            state["scale"] = scale.state_dict()
+        if holds_exact and state["masters"]["layout"] != self.stepper.policy.master:
+            # The weights that were loaded are the exact ones, and not the 16-bit ones that saved rests belong to.
+            state["masters"] = {**self.stepper.masters.state_dict(), "num_steps": state["masters"]["num_steps"]}
+        self.stepper.load_state_dict(state)
         self.stepper.drop()  # the Trainer goes on at the beginning of a window
 
 

@@ -395,10 +395,13 @@ class Stepper:
         if self._watcher:
             self._watcher.event(kind, {**report.to_dict(), "step": self.num_steps})
 
-    def close(self) -> None:
-        """End the log: write what is left of it. At the end of a process this happens by itself."""
+    def close(self, error: BaseException | None = None) -> None:
+        """End the log: write what is left of it, and the ``error`` that ended the run.
+
+        At the end of a process this happens by itself; an error that somebody has caught by then is not known there.
+        """
         if self._watcher:
-            self._watcher.close()
+            self._watcher.close(error)
 
     def fp32_state_dict(self) -> dict[str, Any]:
         """``model.state_dict()`` with the exact weights, on the CPU; see :meth:`Masters.fp32_state_dict`."""

@@ -26,6 +26,7 @@ class Begun:
 
     values: dict[str, Any]
     steps: int | None
+    policy: str
 
     @classmethod
     def of(cls, settings: Settings, data: str, num_ranks: int) -> Begun:
@@ -52,10 +53,12 @@ class Begun:
             "samples of a step": settings.batch * settings.accumulate * num_ranks,
             "options": options,
         }
-        return cls(json.loads(json.dumps(values, default=str)), settings.steps)
+        return cls(json.loads(json.dumps(values, default=str)), settings.steps, settings.policy)
 
     def write(self, folder: Path) -> None:
-        write_whole(folder / _NAME, json.dumps({"steps": self.steps, **self.values}, indent=2) + "\n")
+        write_whole(
+            folder / _NAME, json.dumps({"steps": self.steps, "policy": self.policy, **self.values}, indent=2) + "\n"
+        )
 
     def check(self, folder: Path, step: int) -> tuple[str, ...]:
         """Whether a job begun so may go on from ``step`` in ``folder``; notes on what changes.
@@ -68,7 +71,7 @@ class Begun:
             )
         try:
             before = json.loads((folder / _NAME).read_text(encoding="utf-8"))
-            steps = before.pop("steps")
+            steps, policy = before.pop("steps"), before.pop("policy")
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return (f"{folder} has no {_NAME}: whether it was begun with the same settings is not known.",)
         differing = [name for name in (self.values | before) if self.values.get(name) != before.get(name)]
@@ -78,9 +81,12 @@ class Begun:
                 "it was begun with " + ", ".join(_difference(name, before, self.values) for name in differing),
                 f"Use the same, or begin anew from its weights with --model {folder / 'model'} and another --output.",
             )
-        if steps == self.steps:
-            return ()
-        return (f"It was begun for {steps} steps: the learning rate goes on as that of {self.steps} steps.",)
+        notes = []
+        if policy != self.policy:
+            notes.append(f"Its policy was {policy} before, and {self.policy} from step {step} on.")
+        if steps != self.steps:
+            notes.append(f"It was begun for {steps} steps: the learning rate goes on as that of {self.steps} steps.")
+        return tuple(notes)
 
 
 def _difference(name: str, before: dict[str, Any], now: dict[str, Any]) -> str:
