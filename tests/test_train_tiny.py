@@ -130,6 +130,7 @@ def test_a_folder_is_loaded_in_fp32_whatever_it_was_saved_in(folder, text):
     assert loaded.tokenizer.chat_template == original.tokenizer.chat_template
     assert loaded.context == 4096
     assert loaded.notes == ()
+    assert str(loaded) == f"{folder}: LlamaForCausalLM, 918,656 parameters"  # those that are shared count once
 
 
 def test_a_tokenizer_without_a_pad_token_pads_with_eos(folder, text):

@@ -122,9 +122,11 @@ def _skeleton(name: str, config: Any) -> Any:
         raise HalfstepError(f"model {name}", why, "Give one that writes text, as Llama, Qwen or GPT-2.")
     try:
         with init_empty_weights():
-            return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32)
+            skeleton = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32)
+        skeleton.tie_weights()  # each stands for itself until here
     except Exception as error:
         raise _refused(name, Path(name), "its configuration", error) from None
+    return skeleton
 
 
 def _filled(name: str, config: Any, held: Held | None) -> Any:
