@@ -136,6 +136,17 @@ def test_a_checkpoint_of_a_plain_trainer_goes_on_with_its_loss_scale(tmp_path):
     assert state == {"kind": "dynamic", "value": 1024.0, "num_clean": 5 + num_more, "num_overflows": 0.0}
 
 
+def test_a_checkpoint_of_another_number_of_ranks(tmp_path):
+    first = begun(tmp_path, "fp16 scale.init=512", max_steps=2)
+    trained(first)
+    (checkpoint,) = tmp_path.rglob("halfstep.pt")
+    checkpoint.rename(checkpoint.with_name("halfstep_0.pt"))  # as rank 0 of two would have written it
+    then = begun(tmp_path, "fp16 scale.init=1024", max_steps=4)
+    then.train(resume_from_checkpoint=True)
+    assert then.stepper.num_steps == 4
+    assert then.stepper.scale.state_dict() == {"kind": "dynamic", "value": 512.0, "num_clean": 4, "num_overflows": 0.0}
+
+
 def test_a_checkpoint_of_another_policy(tmp_path):
     trained(begun(tmp_path, "fp16", max_steps=2))
     trainer = begun(tmp_path, "bf16", max_steps=4)

@@ -100,8 +100,11 @@ def test_a_run_that_was_stopped_or_lost_is_found():
     for num_applied, found in ((0, True), (4, True), (5, False), (10, False)):
         assert replace(REPORT, precision=replace(REPORT.precision, num_applied=num_applied)).found is found
     assert replace(REPORT, evaluation=math.nan).found
-    # One that was resumed after its last step.
-    assert not replace(REPORT, precision=Precision(0, 0, 0, {}, 1.0, 1.0, (), 0)).found
+    none = replace(REPORT, precision=Precision(0, 0, 0, {}, 1.0, 1.0, (), 0))  # resumed after its last step
+    assert not none.found
+    assert "sft: no step was left" in str(none)
+    assert "watch check" not in str(none)
+    assert "halfstep watch check runs/sft-tiny says what the alerts are." in str(REPORT)
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.43, "0.4 s"), (9.96, "10.0 s"), (12.3, "12 s"), (7201.0, "7201 s")])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from halfstep import HalfstepError
+from halfstep import HalfstepError, ScaleExhausted
 from halfstep.train.quiet import quieten
 from halfstep.train.run import train
 from halfstep.train.settings import Settings
@@ -88,6 +88,21 @@ def test_the_policy_may_change_at_a_checkpoint(sums):
             assert report.loss_first < 1.1 * last  # it goes on falling; new weights have a loss of 6.9
         before, last = policy, report.loss_last
     assert steps_of("out") == list(range(1, 13))
+
+
+def test_a_scale_that_is_exhausted_leaves_a_checkpoint_to_go_on_from(sums):
+    settings = {**SMALL, "data": sums, "output": "out", "save_every": 500, "lr": 30.0, "steps": 30}
+    with pytest.raises(ScaleExhausted, match=r"--resume with another --policy goes on from out/checkpoint-\d+\.$") as e:
+        train(Settings("sft", policy="fp16 scale.init=4", **settings))
+    assert "\n" not in str(e.value)
+    (checkpoint,) = Path("out").glob("checkpoint-*")
+    step = int(checkpoint.name.rpartition("-")[2])
+    saved = load_file(checkpoint / "model.safetensors")
+    assert all(weight.isfinite().all() for weight in saved.values())
+    assert end_of("out")["state"] == "failed"
+    report = train(Settings("sft", policy="fp32", resume=True, **{**settings, "steps": step + 2}))
+    assert report.precision.num_steps == 2
+    assert steps_of("out")[-2:] == [step + 1, step + 2]
 
 
 def end_of(output):

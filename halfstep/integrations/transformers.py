@@ -326,7 +326,12 @@ class PrecisionMixin(_Base):
         """The last that is loaded, when there is a Stepper."""
         if checkpoint is None:
             return
-        if not (file := self._state_file(checkpoint)).is_file():
+        holds_exact = not (self.is_fsdp_enabled or self.is_deepspeed_enabled)
+        if not (file := self._state_file(checkpoint)).is_file() and holds_exact:
+            # Of another number of ranks: replicas hold the same.
+            others = (Path(checkpoint) / name for name in ("halfstep.pt", "halfstep_0.pt"))
+            file = next((other for other in others if other.is_file()), file)
+        if not file.is_file():
             what, scale = "its counters start afresh", self.stepper.scale
             plain = Path(checkpoint) / transformers.trainer.SCALER_NAME  # of a Trainer without halfstep, in fp16
             if scale.kind == "dynamic" and plain.is_file():
@@ -337,7 +342,6 @@ class PrecisionMixin(_Base):
                 what = "the loss scale starts afresh"
             warnings.warn(f"{checkpoint} holds no {file.name}, so that {what}.", stacklevel=2)
             return
-        holds_exact = not (self.is_fsdp_enabled or self.is_deepspeed_enabled)
         if self.stepper.masters and holds_exact:
             self._load_from_checkpoint(checkpoint)  # again, now that there are rests to take what 16 bit cannot hold
         state = torch.load(file, map_location="cpu", weights_only=True)

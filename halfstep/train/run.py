@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from transformers import PrinterCallback
 
+from halfstep.errors import HalfstepError, ScaleExhausted
 from halfstep.hardware import detect
 from halfstep.integrations.staging import Staging
 from halfstep.interruption import Interruption
@@ -72,7 +74,10 @@ def train(settings: Settings, show: Show = lambda text, step, total: None) -> Tr
         trainer.add_callback(progress)
         trainer.remove_callback(PrinterCallback)
         start = time.perf_counter()
-        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        try:
+            trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        except ScaleExhausted as error:
+            raise _kept(trainer, error) from None
         seconds = time.perf_counter() - start
     step, total = trainer.state.global_step, trainer.state.max_steps
     evaluation = None
@@ -129,6 +134,19 @@ def _went_on(done: int, total: int) -> tuple[str, ...]:
     if done >= total:
         return (f"All {done} steps had been taken before: nothing was trained.",)
     return (f"It went on from step {done}; what is said of steps and losses is of those after it.",)
+
+
+def _kept(trainer: Any, error: ScaleExhausted) -> ScaleExhausted:
+    """``error``, with a checkpoint of the last applied step to go on from under another policy."""
+    step = trainer.state.global_step
+    folder = Path(trainer.args.output_dir) / f"checkpoint-{step}"
+    if step and not folder.exists():
+        trainer.stepper.drop()
+        with suppress(HalfstepError):  # of a full disk, which is not why the run ends
+            trainer._save_checkpoint(trainer.model, None)
+    if not folder.exists():
+        return error
+    return ScaleExhausted(error.what, error.why, f"{error.fix} --resume with another --policy goes on from {folder}.")
 
 
 def _evaluation(trainer: Any) -> float:

@@ -79,7 +79,11 @@ class TrainReport(Report):
         precision = self.precision
         num_skipped = precision.num_steps - precision.num_applied
         applied = f"{precision.num_applied} of {precision.num_steps}"
-        loss = f"loss {_number(self.loss_first)} to {_number(self.loss_last)}"
+        loss = (
+            f"loss {_number(self.loss_first)} to {_number(self.loss_last)}"
+            if precision.num_steps
+            else "no step was left"
+        )
         ended = "" if self.stopped_at is None else f", stopped after step {self.stopped_at}"
         asked = self.effective if self.effective == self.requested else f"{self.requested}, which is {self.effective}"
         rows: list[tuple[str | Cell, ...]] = [
@@ -101,11 +105,12 @@ class TrainReport(Report):
             f"on {self.device}"
         )
         held_out = () if self.evaluation is None else (f"On what was held out the loss is {_number(self.evaluation)}.",)
+        alerts = (f"halfstep watch check {self.output} says what the alerts are.",) if precision.num_alerts else ()
         return Sheet(
             f"{self.task}: {loss}{ended}",
             facts,
             (Table(("precision", ""), rows),),
-            (*held_out, *self.notes, f"The model and the log are in {self.output}."),
+            (*held_out, *alerts, *self.notes, f"The model and the log are in {self.output}."),
         )
 
 
