@@ -65,8 +65,8 @@ def saved(folder, dtype="bfloat16", kind="llama"):
 
 def loaded(folder, settings, policy, is_at_once):
     held = Held.by(settings, policy, "cpu") if is_at_once else None
+    torch.manual_seed(1)  # of adapters: nothing before them takes a random number
     model = pretrained._filled(str(folder), AutoConfig.from_pretrained(folder), held)
-    torch.manual_seed(1)  # of adapters
     return adapt(model, settings, policy).model
 
 

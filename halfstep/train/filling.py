@@ -32,8 +32,10 @@ class Filler(HfQuantizer):
     """It leaves no mark on the model: what is loaded is as if it had been narrowed afterwards."""
 
     requires_calibration = False
-    is_serializable = False
     is_trainable = True
+
+    def is_serializable(self) -> bool:
+        return False
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
         path, _, name = param_name.rpartition(".")

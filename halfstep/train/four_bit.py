@@ -81,7 +81,8 @@ def pack(layer: Any, weight: Tensor, device: str) -> Any:
 
 def check_kernels(device: str) -> None:
     """HalfstepError where bitsandbytes cannot pack on ``device``, found with one block of zeros."""
-    pack(_shell(nn.Linear(WEIGHT_BLOCK, 1), "", Policy.parse("fp32")), torch.zeros(1, WEIGHT_BLOCK), device)
+    layer = nn.Linear(WEIGHT_BLOCK, 1, device="meta")  # without random numbers
+    pack(_shell(layer, "", Policy.parse("fp32")), torch.zeros(1, WEIGHT_BLOCK), device)
 
 
 def is_4_bit(module: nn.Module) -> bool:
