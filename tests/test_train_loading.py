@@ -85,12 +85,6 @@ def contents(model):
     return found
 
 
-class LiveHere(LiveBytes):
-    def count(self, tensors):
-        """Those on the meta device have no memory."""
-        super().count(tensor for tensor in tensors if tensor.device.type != "meta")
-
-
 def bits(tensor):
     return tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()
 
@@ -154,7 +148,7 @@ def test_a_reference_is_the_copy_narrowed_after_and_never_in_fp32_beside_the_mod
     wanted = copy.deepcopy(model).requires_grad_(False).eval()
     if policy == "bf16":
         hold_base_in_16_bit(wanted, parsed)
-    live = LiveHere()
+    live = LiveBytes()
     live.count(model.parameters())
     before = live.now
     with live:
@@ -182,7 +176,7 @@ def test_the_peak_is_what_is_held_and_one_weight(settings, policy, each, beside,
     held = Held.by(Settings("sft", **settings), Policy.parse(policy), "cpu")
     config = AutoConfig.from_pretrained(tmp_path)
     four_bit.check_kernels("cpu")  # tables of bitsandbytes
-    with LiveHere() as live, patch.dict(os.environ, HF_DEACTIVATE_ASYNC_LOAD="1"):
+    with LiveBytes() as live, patch.dict(os.environ, HF_DEACTIVATE_ASYNC_LOAD="1"):
         pretrained._filled(str(tmp_path), config, held)
     tables, vectors = 2 * 128 * 64, 64 * 5
     blocks = 2 * (64 * (64 + 32 + 32 + 64) + 3 * 64 * 128)

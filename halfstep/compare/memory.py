@@ -26,8 +26,10 @@ class LiveBytes(TorchDispatchMode):
         self._sizes: dict[int, int] = {}
 
     def count(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Count the storages of ``tensors``, each once."""
+        """Count the storages of ``tensors``, each once. Those on the meta device have no memory."""
         for tensor in tensors:
+            if tensor.device.type == "meta":
+                continue
             storage = tensor.untyped_storage()
             key = storage._cdata
             if key not in self._sizes:
