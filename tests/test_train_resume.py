@@ -62,6 +62,18 @@ def test_a_job_that_had_ended_takes_no_step_and_gives_the_same(sums):
     assert steps_of("out") == [1, 2, 3, 4, 5, 6]
 
 
+def test_what_a_killed_run_left_is_no_part_of_the_model(sums):
+    settings = {**SMALL, "data": sums, "output": "out"}
+    train(Settings("sft", **settings))
+    before = sorted(path.name for path in Path("out").rglob("*"))
+    for left in (".model.part", ".model.old.part", ".checkpoint-5.part"):
+        Path("out", left).mkdir()
+        Path("out", left, "model-00001-of-00002.safetensors").write_bytes(b"half")
+    Path("out/model/config.json").unlink()
+    train(Settings("sft", resume=True, **settings))
+    assert sorted(path.name for path in Path("out").rglob("*")) == before
+
+
 def test_more_steps_go_on_from_the_last(sums):
     train(Settings("sft", data=sums, output="out", **SMALL))
     report = train(Settings("sft", data=sums, output="out", resume=True, **{**SMALL, "steps": 8}))

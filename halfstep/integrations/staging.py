@@ -25,8 +25,9 @@ class Staging:
         self.final, self._owns = final, owns
         self._is_published = False
         self.part = final.with_name(f".{final.name}.part")
+        self._old = final.with_name(f".{final.name}.old.part")
         if owns:
-            for left in final.parent.glob(".checkpoint-*.part"):
+            for left in (*final.parent.glob(".checkpoint-*.part"), self.part, self._old):
                 shutil.rmtree(left, ignore_errors=True)
 
     def place(self, folder: str | os.PathLike[str] | None) -> str | None:
@@ -37,12 +38,11 @@ class Staging:
 
     def publish(self) -> None:
         """Give the checkpoint its name. One of that name that is there already, of an earlier run, goes."""
-        old = self.final.with_name(f".{self.final.name}.old.part")
         if self.final.exists():
-            self.final.rename(old)
+            self.final.rename(self._old)
         self.part.rename(self.final)
         self._is_published = True
-        shutil.rmtree(old, ignore_errors=True)
+        shutil.rmtree(self._old, ignore_errors=True)
 
     @contextmanager
     def writing(self) -> Iterator[None]:
