@@ -61,6 +61,6 @@ def last_checkpoint(folder: Path) -> Path:
         raise HalfstepError(
             f"resume of {folder}",
             "there is no checkpoint in it",
-            "Leave --resume out, or name its --output.",
+            "Begin anew with another --output." if folder.is_dir() else "Leave --resume out, or name its --output.",
         )
     return found[max(found)]
