@@ -43,7 +43,7 @@ def test_the_last_checkpoint_is_that_of_the_highest_step(tmp_path):
         last_checkpoint(tmp_path / "none")
     # One that was killed before its first checkpoint: without --resume it would be said to be not empty.
     (tmp_path / "job.json").touch()
-    with pytest.raises(HalfstepError, match="there is no checkpoint in it. Begin anew with another --output"):
+    with pytest.raises(HalfstepError, match=r"there is no checkpoint in it. Begin anew with another --output"):
         last_checkpoint(tmp_path)
     for name in ("checkpoint-9", "checkpoint-10", "checkpoint-2", "checkpoint-11.tmp", "model"):
         (tmp_path / name).mkdir()
