@@ -70,6 +70,10 @@ class NoScale:
             )
         self.value.fill_(state["value"])
 
+    def load_from_scaler(self, state: Mapping[str, Any]) -> bool:
+        """Continue from the state of a ``torch.amp.GradScaler``; whether this scale has a use for it."""
+        return False
+
 
 class StaticScale(NoScale):
     """A scale that stays where it was set. An overflow skips the step and changes nothing."""
@@ -121,6 +125,13 @@ class DynamicScale(NoScale):
         self._num_overflows.fill_(state["num_overflows"])
         # The run that wrote the state may have had other bounds.
         self.value.clamp_(self.settings.floor, self.settings.ceiling)
+
+    def load_from_scaler(self, state: Mapping[str, Any]) -> bool:
+        if not state:
+            return False  # of one that was not enabled
+        numbers = {"value": state["scale"], "num_clean": state["_growth_tracker"], "num_overflows": 0}
+        self.load_state_dict({"kind": self.kind, **numbers})
+        return True
 
 
 def update_scale(

@@ -307,3 +307,15 @@ def test_the_value_is_updated_in_place_so_that_who_holds_it_sees_it():
     scale.back_off()
     scale.load_state_dict(worked(DynamicScale).state_dict())
     assert scale.value is value
+
+
+def test_a_scale_goes_on_from_a_scaler_of_torch():
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=7)
+    scaler.load_state_dict({**scaler.state_dict(), "_growth_tracker": 5})
+    dynamic, none = (make_scale(LossScale(kind), torch.device("cpu")) for kind in ("dynamic", "none"))
+    assert dynamic.load_from_scaler(scaler.state_dict())
+    assert dynamic.state_dict() == {"kind": "dynamic", "value": 2.0**12, "num_clean": 5, "num_overflows": 0.0}
+    assert not dynamic.load_from_scaler({})  # of one that was not enabled
+    assert dynamic.value.item() == 2.0**12
+    assert not none.load_from_scaler(scaler.state_dict())
+    assert none.value.item() == 1.0

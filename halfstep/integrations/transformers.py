@@ -334,11 +334,8 @@ class PrecisionMixin(_Base):
         if not file.is_file():
             what, scale = "its counters start afresh", self.stepper.scale
             plain = Path(checkpoint) / transformers.trainer.SCALER_NAME  # of a Trainer without halfstep, in fp16
-            if scale.kind == "dynamic" and plain.is_file():
-                its = torch.load(plain, map_location="cpu", weights_only=True)
-                numbers = {"value": its["scale"], "num_clean": its["_growth_tracker"], "num_overflows": 0}
-                scale.load_state_dict({"kind": "dynamic", **numbers})
-            elif scale.kind != "none":
+            its = torch.load(plain, map_location="cpu", weights_only=True) if plain.is_file() else {}
+            if not scale.load_from_scaler(its) and scale.kind != "none":
                 what = "the loss scale starts afresh"
             warnings.warn(f"{checkpoint} holds no {file.name}, so that {what}.", stacklevel=2)
             return

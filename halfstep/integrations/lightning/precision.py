@@ -330,10 +330,8 @@ class Precision(LightningPrecision):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """A run of ``precision="16-mixed"`` goes on with the loss scale that it had."""
-        scaler = checkpoint.get("MixedPrecision")
-        if scaler and self._windows and self._windows.first.scale.kind == "dynamic":
-            numbers = {"value": scaler["scale"], "num_clean": scaler["_growth_tracker"], "num_overflows": 0}
-            self._windows.first.scale.load_state_dict({"kind": "dynamic", **numbers})
+        if self._windows:
+            self._windows.first.scale.load_from_scaler(checkpoint.get("MixedPrecision", {}))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if self._windows:
