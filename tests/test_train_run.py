@@ -7,12 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
+import trl
 from safetensors.torch import load_file
 
 from halfstep import HalfstepError
+from halfstep.train.defaults import with_defaults
 from halfstep.train.quiet import quieten
 from halfstep.train.run import train
 from halfstep.train.settings import Settings
+from halfstep.train.trainer import arguments
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),  # what transformers plans to rename
@@ -111,6 +114,19 @@ def test_a_rule_names_modules_of_the_model_also_beneath_adapters(lora, sums):
     report = train(Settings("sft", policy="bf16 module:model.layers.0.*=fp32", **settings))
     assert report.effective.endswith("model.layers.0.*=fp32")
     assert report.precision.num_applied == 2
+
+
+def test_a_machine_with_several_cards_trains_on_one(monkeypatch, tmp_path):
+    """What transformers finds there is set by hand: it would wrap the model in nn.DataParallel."""
+    made = trl.SFTConfig.__post_init__
+
+    def finds_four(args):
+        made(args)
+        args._n_gpu = 4
+
+    monkeypatch.setattr(trl.SFTConfig, "__post_init__", finds_four)
+    settings = with_defaults(Settings("sft", device="cpu"), None)
+    assert arguments(settings, tmp_path).n_gpu == 1
 
 
 def test_options_reach_trl(sums):

@@ -75,6 +75,8 @@ def test_a_file_that_is_not_there(tmp_path):
         ({"max_norm": -1.0}, "max-norm=-1"),
         ({"optimizer": "adam"}, "optimizer=adam: no such optimizer. Use adamw, adamw8bit"),
         ({"quantize": "8bit", "lora": True}, "quantize=8bit"),
+        ({"device": "cuda:1"}, "device=cuda:1: it is the processor, or the first card"),
+        ({"device": "gpu"}, "device=gpu"),
         ({"quantize": "4bit"}, "quantize=4bit without lora: weights of 4 bits do not train. Add --lora"),
         ({"policy": "e4m3"}, "e4m3"),
         ({"options": "max_steps=3"}, "option max_steps: it has a flag of its own. Use --steps"),

@@ -10,7 +10,7 @@ import typer
 
 from halfstep import job
 from halfstep.errors import HalfstepError
-from halfstep.output import DeviceOption, JsonOption, check_writable, emit, need_torch
+from halfstep.output import JsonOption, check_writable, emit, need_torch
 from halfstep.progress import bar, lines
 
 
@@ -61,7 +61,9 @@ def train(
     seed: Annotated[
         int | None, typer.Option(metavar="N", help="Of order, dropout, new weights.", show_default="0")
     ] = None,
-    device: DeviceOption = None,
+    device: Annotated[
+        str | None, typer.Option(metavar="DEVICE", help="cpu or cuda, the first card; CUDA if it is there.")
+    ] = None,
     plan: Annotated[
         bool | None, typer.Option("--plan/--no-plan", help="Plan the memory first, and refuse what cannot fit.")
     ] = None,

@@ -107,6 +107,12 @@ class Settings:
                 "no such optimizer",
                 f"Use {', '.join(OPTIMIZERS)}, or --options 'optim=...' with a name of transformers.",
             )
+        if self.device not in (None, "cpu", "cuda", "cuda:0"):
+            raise HalfstepError(
+                f"device={self.device}",
+                "it is the processor, or the first card that there is to see",
+                "Use cpu or cuda; CUDA_VISIBLE_DEVICES=1 makes the second card the first, torchrun takes several.",
+            )
         if self.quantize not in (None, "4bit"):
             raise HalfstepError(f"quantize={self.quantize}", "weights are held in 4 bits or as they are", "Use 4bit.")
         if self.quantize and not self.lora:

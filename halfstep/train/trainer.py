@@ -130,9 +130,12 @@ def arguments(settings: Settings, folder: Path) -> Any:
             hint = f"Use {near[0]}." if near else f"Use one of {config.__name__}, see TRL's documentation."
             raise HalfstepError(f"option {name}", f"{config.__name__} has no such argument", hint)
     try:
-        return config(**given | options)
+        made = config(**given | options)
     except (TypeError, ValueError) as error:
         raise _refused(settings, error) from None
+    if made.n_gpu > 1:
+        made._n_gpu = 1  # a process has one card; transformers would take all by nn.DataParallel
+    return made
 
 
 def _refused(settings: Settings, error: Exception) -> HalfstepError:
