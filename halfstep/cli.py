@@ -15,8 +15,7 @@ import typer
 
 from halfstep import __version__, job
 from halfstep.errors import HalfstepError
-from halfstep.job import Job
-from halfstep.output import DeviceOption, HtmlOption, JsonOption, check_writable, emit, finish, need_torch
+from halfstep.output import HtmlOption, JsonOption, check_writable, emit, finish, need_torch
 from halfstep.progress import bar
 from halfstep.train.command import train
 from halfstep.watch.command import watch_app
@@ -32,6 +31,7 @@ WorkloadArgument = Annotated[
     str,
     typer.Argument(metavar="WORKLOAD", help="A built-in workload (charlm, digits, mlp, fragile) or FILE.py:FUNCTION."),
 ]
+DeviceOption = Annotated[str | None, typer.Option(metavar="DEVICE", help="cpu, cuda or cuda:N; CUDA if it is there.")]
 PolicyOption = Annotated[
     str | None,
     typer.Option(
@@ -408,7 +408,7 @@ def run(arguments: Sequence[str]) -> int:
     for at, word in enumerate(words):
         if word == "--json" and (at + 1 == len(words) or (words[at + 1] != "-" and words[at + 1].startswith("-"))):
             words[at] = "--json=-"
-    job.current = Job()
+    job.current = job.Job()
     try:
         return job.current.end(*_run(words))
     except Exception as error:

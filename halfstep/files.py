@@ -1,11 +1,13 @@
-"""Writing a file whole or not at all, and a folder of generated pages."""
+"""Writing a file whole or not at all, a folder of generated pages, and reading a file of settings."""
 
 from __future__ import annotations
 
 import os
 import tempfile
+import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from halfstep.errors import HalfstepError
 
@@ -38,3 +40,13 @@ def write_pages(directory: str | os.PathLike[str], pages: Mapping[str, str], is_
             old.unlink()
     for name, text in pages.items():
         (folder / name).write_text(text, encoding="utf-8", newline="\n")
+
+
+def read_toml(what: str, path: str | os.PathLike[str], page: str) -> dict[str, Any]:
+    """The TOML file at ``path``. A HalfstepError calls it ``what``, and names the ``page`` about such files."""
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise HalfstepError(f"{what} {path}", f"it cannot be read ({error.strerror})", "Name a TOML file.") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise HalfstepError(f"{what} {path}", f"it is not TOML ({error})", f"See {page}.") from None

@@ -17,7 +17,6 @@ from halfstep.files import write_whole
 JsonOption = Annotated[
     str | None, typer.Option("--json", metavar="FILE", help="Write the report as JSON; - or nothing prints it instead.")
 ]
-DeviceOption = Annotated[str | None, typer.Option(metavar="DEVICE", help="cpu, cuda or cuda:N; CUDA if it is there.")]
 HtmlOption = Annotated[str | None, typer.Option("--html", metavar="FILE", help="Write the report as one HTML file.")]
 
 

@@ -119,6 +119,11 @@ def json_number(value: Any) -> Any:
     return value
 
 
+def number(value: float | None, spec: str = ".4g") -> str:
+    """``value`` for a reader; a dash for what is not known."""
+    return "-" if value is None else format(value, spec)
+
+
 def count_text(count: int, noun: str) -> str:
     """One seed, two seeds."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from reference.sums import write_sums
 from safetensors.torch import load_file
 
 from halfstep import HalfstepError, ScaleExhausted
@@ -30,10 +31,7 @@ def _in_a_folder(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def sums(tmp_path_factory):
-    file = tmp_path_factory.mktemp("data") / "sums.jsonl"
-    rows = [{"prompt": f"{a} + {b} = ", "completion": str(a + b)} for a in range(10) for b in range(6)]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(file)
+    return write_sums(tmp_path_factory.mktemp("data"))
 
 
 def weights(output):

@@ -21,13 +21,12 @@ from halfstep.compare.report import (
     gap_text,
     loss_text,
     memory_text,
-    number,
     speed_text,
 )
 from halfstep.compare.trial import Trial, by_policy
 from halfstep.files import write_whole
 from halfstep.page import chart_sections, document, header
-from halfstep.report import Figure
+from halfstep.report import Figure, number
 
 
 def write_html(report: CompareReport, trials: Sequence[Trial], path: str | os.PathLike[str]) -> None:

@@ -16,7 +16,7 @@ from rich.text import Text
 from halfstep.compare.trial import Trial, by_policy
 from halfstep.compare.verdict import Verdict, judge, sd_lower_bound
 from halfstep.errors import HalfstepError
-from halfstep.report import count_text, json_number
+from halfstep.report import count_text, json_number, number
 
 _STYLE = {
     "equivalent": "green",
@@ -203,11 +203,6 @@ def check_margin(margin_pct: float | None) -> None:
         raise HalfstepError(
             f"margin {margin_pct:g} %", "it must be above 0 and finite", "Give for example --margin 1, or none."
         )
-
-
-def number(value: float | None, spec: str = ".4g") -> str:
-    """``value`` for a reader; a dash for what is not known."""
-    return "-" if value is None else format(value, spec)
 
 
 def loss_text(policy: PolicyReport) -> str:

@@ -21,10 +21,10 @@ from halfstep.integrations.accelerate_optimizer import Optimizer
 from halfstep.integrations.accelerate_request import (
     check_handlers,
     check_model,
+    check_promotion,
     check_state,
     info_without_replay,
     requested_policy,
-    without_replay,
 )
 from halfstep.integrations.accelerate_shards import own_sharding, use_shards
 from halfstep.integrations.accelerate_state import LoopState
@@ -37,6 +37,7 @@ from halfstep.integrations.accelerate_zero import (
     write_policy,
 )
 from halfstep.integrations.regions import OpenRegions
+from halfstep.integrations.skipping import without_replay
 from halfstep.policy import Policy
 from halfstep.ranks.contract import DEFAULT, Contract
 from halfstep.region import Region, device_of
@@ -189,6 +190,7 @@ class PreparingAccelerator(accelerate.Accelerator):
             region.info = info_without_replay(region.info, self._policy)
 
     def _without_replay(self, device: torch.device) -> Policy:
+        check_promotion(self._policy)
         return without_replay(self._policy, detect(str(device)), self.num_processes == 1)
 
     @property

@@ -14,8 +14,7 @@ from accelerate.utils import AutocastKwargs, GradScalerKwargs
 
 from halfstep.errors import HalfstepError
 from halfstep.events import RunInfo
-from halfstep.hardware import Hardware
-from halfstep.policy import Policy, resolve
+from halfstep.policy import Policy
 
 _ENVIRONMENT = "ACCELERATE_MIXED_PRECISION"
 """Set by ``accelerate launch``, to ``no`` where nobody said anything."""
@@ -56,25 +55,18 @@ def requested_policy(policy: str | Policy | None, mixed_precision: Any) -> str |
     return policy
 
 
-def without_replay(policy: Policy, hardware: Hardware, is_alone: bool) -> Policy:
-    """``policy`` for a loop that has no closure, which cannot run a micro-batch again: it skips, if it has a scale.
-
-    is_alone: whether no other rank has a say in what ``auto`` becomes.
-    """
+def check_promotion(policy: Policy) -> None:
+    """Refuse ``on_exhausted=promote`` in a loop that has no closure."""
     if policy.on_exhausted == "promote":
         raise HalfstepError(
             f"policy '{policy}' in a loop without a closure",
             "the module to promote is found by running the micro-batch again",
             "Leave on_exhausted out, and keep the module that the error names in fp32; or use halfstep.Stepper.",
         )
-    skips = replace(policy, on_overflow="skip")
-    if policy.compute == "auto" and not is_alone:
-        return skips
-    return skips if resolve(policy, hardware)[0].scale.kind == "dynamic" else policy
 
 
 def info_without_replay(info: RunInfo, requested: Policy) -> RunInfo:
-    """``info`` of a run that was asked for ``requested`` and got :func:`without_replay` of it, and why."""
+    """``info`` of a run that was asked for ``requested`` and got it without replay, and why."""
     if "on_overflow=skip" not in info.effective or requested.on_overflow == "skip":
         return info
     why = "on_overflow=skip, since a loop without a closure cannot run a micro-batch again"

@@ -45,16 +45,19 @@ class Observer:
         elif len(self._skipped) < _NUM_REASONS:
             self._skipped[report.step] = str(report.reason)
 
+    def _take_all(self) -> None:
+        while self._waiting:
+            self._take(self._waiting.popleft())
+
     @property
     def losses(self) -> list[float]:
         """True losses of the applied steps, in order."""
-        while self._waiting:
-            self._take(self._waiting.popleft())
+        self._take_all()
         return self._losses
 
     def precision(self) -> Precision:
         """What the steps were so far."""
-        assert self.losses is not None  # takes in what waits
+        self._take_all()
         return Precision(
             self._num_steps,
             self._num_applied,

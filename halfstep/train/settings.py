@@ -6,10 +6,10 @@ import os
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 
 from halfstep.errors import HalfstepError
+from halfstep.files import read_toml
 from halfstep.policy import Policy
 from halfstep.train.forms import TASKS
 
@@ -155,15 +155,9 @@ def parse_options(text: str) -> dict[str, Any]:
 
 
 def _read(path: str | os.PathLike[str]) -> dict[str, Any]:
-    try:
-        document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise HalfstepError(f"config {path}", f"it cannot be read ({error.strerror})", "Name a TOML file.") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise HalfstepError(f"config {path}", f"it is not TOML ({error})", "See docs/train.md.") from None
     types = {_key(f.name): f for f in fields(Settings) if f.name != "task"}
     values = {}
-    for key, value in document.items():
+    for key, value in read_toml("config", path, "docs/train.md").items():
         if key not in types:
             raise HalfstepError(f"{key!r} in {path}", "no such setting", f"Use {', '.join(types)}.")
         values[types[key].name] = _typed(key, value, types[key].type, path)

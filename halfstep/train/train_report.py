@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from halfstep.report import Cell, Report, Sheet, Table, count_text, json_number
+from halfstep.report import Cell, Report, Sheet, Table, count_text, json_number, number
 
 
 @dataclass(frozen=True)
@@ -80,18 +80,13 @@ class TrainReport(Report):
         num_skipped = precision.num_steps - precision.num_applied
         applied = f"{precision.num_applied} of {precision.num_steps}"
         loss = (
-            f"loss {_number(self.loss_first)} to {_number(self.loss_last)}"
-            if precision.num_steps
-            else "no step was left"
+            f"loss {number(self.loss_first)} to {number(self.loss_last)}" if precision.num_steps else "no step was left"
         )
         ended = "" if self.stopped_at is None else f", stopped after step {self.stopped_at}"
         asked = self.effective if self.effective == self.requested else f"{self.requested}, which is {self.effective}"
         rows: list[tuple[str | Cell, ...]] = [
             ("policy", f"{asked} ({self.reason})"),
-            (
-                "steps applied",
-                Cell(applied, "open" if num_skipped else "good"),
-            ),
+            ("steps applied", Cell(applied, "open" if num_skipped else "good")),
             ("micro-batches that ran again", str(precision.num_replays)),
             ("loss scale", _scales(precision.scale_first, precision.scale_last)),
             ("modules promoted to fp32", ", ".join(precision.promoted) or "none"),
@@ -104,7 +99,7 @@ class TrainReport(Report):
             f"{self.seconds:.{0 if self.seconds >= 10 else 1}f} s "
             f"on {self.device}"
         )
-        held_out = () if self.evaluation is None else (f"On what was held out the loss is {_number(self.evaluation)}.",)
+        held_out = () if self.evaluation is None else (f"On what was held out the loss is {number(self.evaluation)}.",)
         alerts = (f"halfstep watch check {self.output} says what the alerts are.",) if precision.num_alerts else ()
         return Sheet(
             f"{self.task}: {loss}{ended}",
@@ -112,10 +107,6 @@ class TrainReport(Report):
             (Table(("precision", ""), rows),),
             (*held_out, *alerts, *self.notes, f"The model and the log are in {self.output}."),
         )
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g}"
 
 
 def _scales(first: float, last: float) -> str:

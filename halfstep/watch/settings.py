@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any, Protocol
 
 from halfstep.errors import HalfstepError
+from halfstep.files import read_toml
 from halfstep.watch.entry import Entry
 
 
@@ -58,15 +57,7 @@ class Watch:
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Watch:
         """The settings in a TOML file. HalfstepError says what is wrong in it."""
-        try:
-            values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise HalfstepError(
-                f"settings {path}", f"it cannot be read ({error.strerror})", "Name a TOML file."
-            ) from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise HalfstepError(f"settings {path}", f"it is not TOML ({error})", "See docs/watch.md.") from None
-        return cls.of(values, str(path))
+        return cls.of(read_toml("settings", path, "docs/watch.md"), str(path))
 
     @classmethod
     def of(cls, values: Mapping[str, Any], where: str) -> Watch:

@@ -16,7 +16,8 @@ from halfstep.errors import HalfstepError
 from halfstep.events import RunInfo, StepReport
 from halfstep.gradients import Gradients, gradients_of, put_gradients, take_gradients
 from halfstep.hardware import Hardware, detect
-from halfstep.policy import Policy, resolve
+from halfstep.integrations.skipping import without_replay
+from halfstep.policy import Policy
 from halfstep.ranks.contract import Contract
 from halfstep.region import Region, device_of
 from halfstep.stepper import Event, Stepper
@@ -37,14 +38,6 @@ class Settings:
     contract: Contract
     hardware: Hardware | None
 
-    def without_replay(self, model: nn.Module) -> tuple[Policy, bool]:
-        """The policy of a loop that runs nothing twice, and whether that changes what was asked for."""
-        hardware = self.hardware or detect(str(device_of(model)))
-        effective, _ = resolve(self.policy, hardware)
-        if effective.scale.kind != "dynamic" or effective.on_overflow == "skip":
-            return self.policy, False
-        return replace(self.policy, on_overflow="skip"), True
-
 
 class Windows:
     """One Stepper for each optimizer; region, policy and loss scale are those of :attr:`first`.
@@ -55,7 +48,8 @@ class Windows:
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer] | None, settings: Settings) -> None:
         self._model, self._settings = model, settings
-        self._policy, self.drops_replay = settings.without_replay(model)
+        self._policy = without_replay(settings.policy, settings.hardware or detect(str(device_of(model))))
+        self.drops_replay = self._policy != settings.policy
         self._steppers: dict[Optimizer, Stepper] = {}
         self._num_losses: dict[Stepper, int] = {}
         self._reports: dict[Optimizer, StepReport] = {}
